@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -146,3 +147,19 @@ def send(tensor: Tensor, to_rank: int, group: ProcessGroup | None = None) -> Non
 def receive(tensor: Tensor, from_rank: int, group: ProcessGroup | None = None) -> None:
     """Receive into a contiguous tensor from global rank `from_rank`, which must call `send` on the same group."""
     dist.recv(tensor, src=from_rank, group=group)
+
+
+def start_exchange(
+    rows: Tensor, receive: list[int], send: list[int], group: ProcessGroup
+) -> tuple[Tensor, Callable[[], object]]:
+    """Begin an all-to-all: the rows [sum(receive), ...] that arrive, and a function that waits until they are there.
+
+    Args:
+        rows: [sum(send), ...], sorted by receiver; unchanged until the wait.
+        receive: rows from each process of the group.
+        send: rows to each.
+    """
+    rows = rows.contiguous()
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    work = dist.all_to_all_single(received, rows, receive, send, group=group, async_op=True)
+    return received, work.wait

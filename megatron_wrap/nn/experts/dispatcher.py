@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import (
-    all_to_all,
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from megatron_wrap.nn.experts.exchange import exchange_rows
 from megatron_wrap.nn.experts.permutation import RowOrder, row_order, rows_of_tokens, sums_of_rows
+from megatron_wrap.nn.experts.products import DeferredGradient
 
 
 def can_sort_on_device(config: Any) -> bool:
@@ -45,6 +46,8 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
     """int64 [L] on the device: the rows of each local expert."""
     sizes: _ExchangeSizes | None = None
     """None: nothing is exchanged."""
+    deferred: DeferredGradient | None = None
+    """Computed in the backward pass of the next `token_dispatch`, beside its exchange."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [T, H] of the hidden states [..., H], and the weights [T, experts] of their experts, negative where an
@@ -73,7 +76,9 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         self.sent = self.sent._replace(tokens=self.sent.tokens[:rows_sent], cells=self.sent.cells[:rows_sent])
         rows = rows_of_tokens(tokens, self.sent)
         of_rows = self.sent.weights_of_rows(weights.view(-1, self.ep_size, self.num_local_experts))
-        return all_to_all(self.ep_group, rows, receive, send), all_to_all(self.ep_group, of_rows, receive, send)
+        deferred, self.deferred = self.deferred, None
+        received = exchange_rows(rows, self.ep_group, receive, send, deferred)
+        return received, exchange_rows(of_rows, self.ep_group, receive, send)
 
     def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [R, H] of the local experts sorted by expert, the number of rows of each, and the weights [R]."""
@@ -100,7 +105,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         """Send the sums back to the processes of their tokens."""
         if self.sizes is None:
             return hidden_states
-        return all_to_all(self.ep_group, hidden_states, self.sizes.send, self.sizes.receive)
+        return exchange_rows(hidden_states, self.ep_group, self.sizes.send, self.sizes.receive)
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """Sums over the experts of each token, in the shape of the hidden states."""

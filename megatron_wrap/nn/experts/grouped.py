@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_wrap.nn.experts.products import grouped_linear
+from megatron_wrap.nn.experts.products import DeferredGradient, grouped_linear
 from megatron_wrap.nn.kernels.available import has_triton
 
 _GATE_GAINS: dict[Any, float] = {functional.silu: 1.0, quick_gelu: 1.702}
@@ -104,6 +104,8 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.split_dim = split_dim
+        self.deferred: DeferredGradient | None = None
+        """Of the weight in the next forward pass."""
         self.accumulate = bool(config.gradient_accumulation_fusion)
         tensor = pg_collection.expt_tp.size()
         self.bias_share = 1.0 if split_dim == 0 else 1.0 / tensor  # outputs of tensor-parallel experts are added up
@@ -121,7 +123,8 @@ class GroupedLinear(torch.nn.Module):
     def forward(self, rows: Tensor, counts: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
         """[R, in] to [R, out]; `counts` and `ends` as in `GroupedExperts` and `grouped_linear`; the bias is multiplied
         by the weights [R] of the rows, if they are given."""
-        outputs = grouped_linear(rows, self.weight, ends, self.accumulate)
+        deferred, self.deferred = self.deferred, None
+        outputs = grouped_linear(rows, self.weight, ends, self.accumulate, deferred)
         if self.bias is None:
             return outputs
         bias = _bias_of_rows(self.bias, counts, rows.shape[0], self.bias_share)

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from megatron_wrap.nn.experts.dispatcher import SortingDispatcher, can_sort_on_device
 from megatron_wrap.nn.experts.gating import can_gate
+from megatron_wrap.nn.experts.products import DeferredGradient
 
 
 class GroupedMoELayer(MoELayer):
     """A layer whose experts are `GroupedExperts`. Arguments: those of `MoELayer`.
 
     With expert parallelism, the shared experts are computed after the sizes of the exchange have been sent, so that the
-    wait for these is hidden, and on a GPU on a stream of their own, beside the exchange.
+    wait for these is hidden, and on a GPU on a stream of their own, beside the exchange. In the backward pass the
+    gradient of the experts' first weight is computed beside the exchange of the tokens' gradients.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -45,6 +47,7 @@ class GroupedMoELayer(MoELayer):
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
         """See `MoELayer`."""
+        self._defer_weight_gradient()
         hidden, self._input_of_shared_experts = self._input_of_shared_experts, None
         if hidden is not None:
             self._shared = self._compute_beside_the_exchange(hidden)
@@ -60,6 +63,12 @@ class GroupedMoELayer(MoELayer):
                 current.wait_stream(stream)
                 shared_expert_output.record_stream(current)
         return super().postprocess(output, shared_expert_output)
+
+    def _defer_weight_gradient(self) -> None:
+        dispatcher, linear = self.token_dispatcher, self.experts.linear_fc1
+        exchanges = isinstance(dispatcher, SortingDispatcher) and dispatcher.ep_size > 1
+        if exchanges and linear.weight.requires_grad and torch.is_grad_enabled():
+            dispatcher.deferred = linear.deferred = DeferredGradient(linear.weight)
 
     def _compute_beside_the_exchange(self, hidden: Tensor) -> tuple[Tensor, torch.cuda.Stream | None]:
         """The output of the shared experts, and the stream that computes it, None: the current one."""

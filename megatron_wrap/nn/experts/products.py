@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,30 @@ ALIGNMENT_BYTES = 16
 """Of the rows of a matrix that torch's grouped product reads (aten/src/ATen/native/GroupedMMUtils.h)."""
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, accumulate: bool = False) -> Tensor:
+class DeferredGradient:
+    """The gradient of a weight of `grouped_linear`, which a later step of the backward pass computes.
+
+    Args:
+        weight: [E, out, in], the gradient of which is that step's to return.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self._compute: Callable[[], Tensor] | None = None
+
+    def keep(self, compute: Callable[[], Tensor]) -> None:
+        """Keep the computation."""
+        self._compute = compute
+
+    def compute(self) -> Tensor | None:
+        """The gradient, as the backward pass of `grouped_linear` would have returned it; None: that was not reached."""
+        compute, self._compute = self._compute, None
+        return None if compute is None else compute()
+
+
+def grouped_linear(
+    rows: Tensor, weight: Tensor, ends: Tensor, accumulate: bool = False, deferred: DeferredGradient | None = None
+) -> Tensor:
     """Linear layers without biases, each of its own rows.
 
     Args:
@@ -24,28 +49,36 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, accumulate: bool 
             waits for its values on a GPU.
         accumulate: add the weights' gradient to `weight.main_grad` (fp32 [E, out, in]) if there is one, without
             rounding it to the dtype of the rows, instead of returning it.
+        deferred: keeps the computation of the weights' gradient, which is then not returned here.
 
     Returns:
         [R, out] in the dtype of the rows.
     """
-    result: Tensor = _GroupedLinear.apply(rows, weight, ends, accumulate)
+    result: Tensor = _GroupedLinear.apply(rows, weight, ends, accumulate, deferred)
     return result
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, accumulate: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, accumulate: bool, deferred: DeferredGradient | None
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
-        ctx.accumulate = accumulate
+        ctx.accumulate, ctx.deferred = accumulate, deferred
         return _product(rows, weight.transpose(1, 2), ends)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rows, weight, ends = ctx.saved_tensors
         grad = grads[0].contiguous()
         of_rows = _product(grad, weight, ends) if ctx.needs_input_grad[0] else None
-        of_weight = _weight_gradient(grad, rows, ends, weight, ctx.accumulate) if ctx.needs_input_grad[1] else None
-        return of_rows, of_weight, None, None
+        if not ctx.needs_input_grad[1]:
+            return of_rows, None, None, None, None
+        compute = partial(_weight_gradient, grad, rows, ends, weight, ctx.accumulate)
+        if ctx.deferred is None:
+            return of_rows, compute(), None, None, None
+        ctx.deferred.keep(compute)
+        return of_rows, None, None, None, None
 
 
 def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_wrap.nn.experts.products import grouped_linear
+from megatron_wrap.nn.experts.products import DeferredGradient, grouped_linear
 
 COUNTS = {
     "uneven": [5, 0, 7, 1],
@@ -65,3 +65,16 @@ def test_frozen_weights_cost_no_gradient():
     grouped_linear(rows, weight, ends).backward(outer)
     assert weight.grad is None
     assert rows.grad is not None
+
+
+def test_a_deferred_gradient_is_computed_when_it_is_asked_for():
+    counts = COUNTS["uneven"]
+    rows, weight, outer, ends = drawn(counts, 16, 24, torch.float32)
+    deferred = DeferredGradient(weight)
+    assert deferred.compute() is None
+    grouped_linear(rows, weight, ends, deferred=deferred).backward(outer)
+    _, of_rows, of_weight = exact(rows, weight, outer, counts)
+    assert weight.grad is None
+    assert torch.allclose(rows.grad.double(), of_rows, rtol=1e-6, atol=4e-6)
+    assert torch.allclose(deferred.compute().double(), of_weight, rtol=1e-6, atol=4e-6)
+    assert deferred.compute() is None  # nothing is kept
