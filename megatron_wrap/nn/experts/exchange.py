@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import all_to_all
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_wrap.nn.experts.products import DeferredGradient
 from megatron_wrap.parallel.collectives import start_exchange
 
 
 def exchange_rows(
-    rows: Tensor, group: ProcessGroup, receive: list[int], send: list[int], deferred: DeferredGradient | None = None
+    rows: Tensor, group: Any, receive: list[int], send: list[int], deferred: DeferredGradient | None = None
 ) -> Tensor:
     """The rows [sum(receive), ...] that the processes of the group send to this one.
 
     Args:
         rows: [sum(send), ...], sorted by receiver.
+        group: process group.
         receive: rows from each process of the group.
         send: rows to each.
         deferred: a gradient that the backward pass computes while it sends the rows' gradients back. The product whose
@@ -38,7 +38,7 @@ class _ExchangeBesideGradient(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         _weight: Tensor,
-        group: ProcessGroup,
+        group: Any,
         receive: list[int],
         send: list[int],
         deferred: DeferredGradient,
