@@ -46,8 +46,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
     """int64 [L] on the device: the rows of each local expert."""
     sizes: _ExchangeSizes | None = None
     """None: nothing is exchanged."""
-    deferred: DeferredGradient | None = None
-    """Computed in the backward pass of the next `token_dispatch`, beside its exchange."""
+    _deferred: DeferredGradient | None = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [T, H] of the hidden states [..., H], and the weights [T, experts] of their experts, negative where an
@@ -67,6 +66,10 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
             self.local_counts = routing_map.sum(dim=0)
         return hidden_states.reshape(-1, self.hidden_shape[-1]), probs.masked_fill(~routing_map, -1.0)
 
+    def compute_beside_exchange(self, deferred: DeferredGradient) -> None:
+        """Compute a gradient in the backward pass of the next `token_dispatch`, beside its exchange."""
+        self._deferred = deferred
+
     def token_dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens that local experts process, and their weights [tokens, L] at these."""
         if self.sizes is None:
@@ -76,7 +79,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         self.sent = self.sent._replace(tokens=self.sent.tokens[:rows_sent], cells=self.sent.cells[:rows_sent])
         rows = rows_of_tokens(tokens, self.sent)
         of_rows = self.sent.weights_of_rows(weights.view(-1, self.ep_size, self.num_local_experts))
-        deferred, self.deferred = self.deferred, None
+        deferred, self._deferred = self._deferred, None
         received = exchange_rows(rows, self.ep_group, receive, send, deferred)
         return received, exchange_rows(of_rows, self.ep_group, receive, send)
 

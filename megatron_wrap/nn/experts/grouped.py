@@ -104,8 +104,7 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.split_dim = split_dim
-        self.deferred: DeferredGradient | None = None
-        """Of the weight in the next forward pass."""
+        self._deferred: DeferredGradient | None = None
         self.accumulate = bool(config.gradient_accumulation_fusion)
         tensor = pg_collection.expt_tp.size()
         self.bias_share = 1.0 if split_dim == 0 else 1.0 / tensor  # outputs of tensor-parallel experts are added up
@@ -123,12 +122,17 @@ class GroupedLinear(torch.nn.Module):
     def forward(self, rows: Tensor, counts: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
         """[R, in] to [R, out]; `counts` and `ends` as in `GroupedExperts` and `grouped_linear`; the bias is multiplied
         by the weights [R] of the rows, if they are given."""
-        deferred, self.deferred = self.deferred, None
+        deferred, self._deferred = self._deferred, None
         outputs = grouped_linear(rows, self.weight, ends, self.accumulate, deferred)
         if self.bias is None:
             return outputs
         bias = _bias_of_rows(self.bias, counts, rows.shape[0], self.bias_share)
         return outputs + (bias if weights is None else (bias * weights.unsqueeze(-1)).to(outputs.dtype))
+
+    def defer_gradient(self) -> DeferredGradient:
+        """The weight's gradient of the next forward pass, which its backward pass does not compute."""
+        self._deferred = DeferredGradient(self.weight)
+        return self._deferred
 
     def sharded_parameters(
         self, name: str, key: str, sharded_offsets: tuple[Any, ...], gated: bool

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_wrap.nn.experts.dispatcher import SortingDispatcher, can_sort_on_device
 from megatron_wrap.nn.experts.gating import can_gate
-from megatron_wrap.nn.experts.products import DeferredGradient
 
 
 class GroupedMoELayer(MoELayer):
@@ -68,7 +67,7 @@ class GroupedMoELayer(MoELayer):
         dispatcher, linear = self.token_dispatcher, self.experts.linear_fc1
         exchanges = isinstance(dispatcher, SortingDispatcher) and dispatcher.ep_size > 1
         if exchanges and linear.weight.requires_grad and torch.is_grad_enabled():
-            dispatcher.deferred = linear.deferred = DeferredGradient(linear.weight)
+            dispatcher.compute_beside_exchange(linear.defer_gradient())
 
     def _compute_beside_the_exchange(self, hidden: Tensor) -> tuple[Tensor, torch.cuda.Stream | None]:
         """The output of the shared experts, and the stream that computes it, None: the current one."""
