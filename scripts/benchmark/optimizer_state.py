@@ -102,8 +102,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--choices", default=",".join(CHOICES))
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--loss-steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=5, help="0: neither memory nor time")
+    parser.add_argument("--loss-steps", type=int, default=200, help="0: no losses")
     parser.add_argument("--shape", choices=("llama", "tiny"), default="llama")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_intermixed_args()
@@ -122,13 +122,15 @@ def main() -> None:
         overrides = [*arguments.overrides, *CHOICES[name]]
         report: dict[str, Any] = {"choice": name}
         try:
-            report |= memory_and_time([*large, *overrides], arguments.steps)
-            curve = losses([*small, *overrides], arguments.loss_steps)
-            reference = curve if reference is None else reference
-            report |= {
-                "last_ten": round(float(curve[-10:].mean()), 4),
-                "mean_loss_over_the_first_choice": round(float(curve.mean() / reference.mean() - 1), 5),
-            }
+            if arguments.steps:
+                report |= memory_and_time([*large, *overrides], arguments.steps)
+            if arguments.loss_steps:
+                curve = losses([*small, *overrides], arguments.loss_steps)
+                reference = curve if reference is None else reference
+                report |= {
+                    "last_ten": round(float(curve[-10:].mean()), 4),
+                    "mean_loss_over_the_first_choice": round(float(curve.mean() / reference.mean() - 1), 5),
+                }
         except MegatronWrapError as error:
             report["refused"] = str(error)
         results.append(report)
