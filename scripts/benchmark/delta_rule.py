@@ -1,10 +1,10 @@
 """The gated delta rule of one layer: forward and backward, in torch and by the kernels of flash-linear-attention.
 
     python scripts/benchmark/delta_rule.py [--tokens 4096] [--lengths 1000 3000 96] [--key-heads 16] [--heads 32]
-        [--width 128] [--passes 10] [--rows 0] [--ways torch tf32 recomputed fla]
+        [--width 128] [--passes 10] [--rows 0] [--ways torch tf32 kept fla]
 
 The defaults are the shape of Qwen3.5-9B, with inputs in bf16. Ways: `torch`; `tf32`, the same with products in TF32;
-`recomputed`, the same with its forward pass repeated instead of what it keeps; `fla`, which is left out with the reason
+`kept`, the same without computing its forward pass again in the backward pass; `fla`, which is left out with the reason
 where the package is missing or does not train. Prints a RESULT line for each: milliseconds of the forward and of both
 passes, and those until the host has launched them; MiB kept for the backward pass and at the peak; the number of
 kernels and their time; the distance of the outputs and of each gradient from those of `torch` in fp64, over their norm.
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from experts_layer import milliseconds, profile
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron_wrap.nn.linear_attention import kernels
 from megatron_wrap.nn.linear_attention.gated_delta_rule import gated_delta_rule
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="of queries, keys and values")
     parser.add_argument("--passes", type=int, default=10, help="measured passes")
     parser.add_argument("--rows", type=int, default=0, help="of the table of kernels")
-    parser.add_argument("--ways", nargs="*", default=["torch", "tf32", "recomputed", "fla"])
+    parser.add_argument("--ways", nargs="*", default=["torch", "tf32", "kept", "fla"])
     arguments = parser.parse_args()
     lengths = tuple(arguments.lengths or [arguments.tokens])
     torch.manual_seed(0)
@@ -84,14 +83,13 @@ def rule_of(way: str, lengths: tuple[int, ...]) -> Rule:
     def in_torch(*inputs: Tensor) -> Tensor:
         return gated_delta_rule(*inputs, lengths=lengths)[0]
 
-    def recomputed(*inputs: Tensor) -> Tensor:
-        output: Tensor = checkpoint(in_torch, *inputs, use_reentrant=False)
-        return output
+    def kept(*inputs: Tensor) -> Tensor:
+        return gated_delta_rule(*inputs, lengths=lengths, recompute=False)[0]
 
     def fla(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
         return kernels.recur(query, key, value, log_decay, beta, packed, None, keeps_state=False, trains=True)[0]
 
-    rules: dict[str, Rule] = {"torch": in_torch, "tf32": in_torch, "recomputed": recomputed, "fla": fla}
+    rules: dict[str, Rule] = {"torch": in_torch, "tf32": in_torch, "kept": kept, "fla": fla}
     return rules[way]
 
 
@@ -110,6 +108,20 @@ def values(rule: Rule, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, inputs, grad.to(output.dtype))]
 
 
+def kept_bytes(forward: Callable[[], Tensor]) -> int:
+    """Bytes that a forward pass keeps for the backward pass, its inputs included."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = forward()
+    del output
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
 def measure(
     way: str, rule: Rule, inputs: list[Tensor], grad: Tensor, exact: list[Tensor], passes: int, rows: int
 ) -> None:
@@ -124,13 +136,12 @@ def measure(
         call()
         elapsed, launched = milliseconds(call, passes)
         line[name] = {"ms": elapsed, "host_ms": launched}
+    line["kept_MiB"] = round(kept_bytes(lambda: rule(*inputs)) / 2**20)
     launches: dict[str, tuple[float, float]] = {}
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        output = rule(*inputs)
-        line["kept_MiB"] = round((torch.cuda.memory_allocated() - before) / 2**20)
-        torch.autograd.grad(output, inputs, grad)
+        values(rule, inputs, grad)
         line["peak_MiB"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
         launches = profile(lambda: values(rule, inputs, grad), passes)
         line["kernels"] = round(sum(count for count, _ in launches.values()))

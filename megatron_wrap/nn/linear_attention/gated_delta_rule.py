@@ -27,8 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from megatron_wrap.nn.linear_attention.rows import check_lengths, spaced_rows
+from megatron_wrap.nn.linear_attention.rows import SpacedRows, check_lengths, spaced_rows
 
 CHUNK_SIZE = 64
 """Tokens of a chunk: the work within chunks grows with it, the number of steps shrinks."""
@@ -55,6 +56,7 @@ def gated_delta_rule(
     lengths: Sequence[int] | None = None,
     state: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
+    recompute: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The rule over rows of tokens, in fp32, or in fp64 for fp64. Queries and keys are normalized, and queries are
     divided by sqrt(d_k).
@@ -64,9 +66,11 @@ def gated_delta_rule(
         value: [b, s, heads, d_v].
         log_decay: [b, s, heads], g of the formula, at most 0.
         beta: [b, s, heads].
-        chunk_size: a power of 2.
         lengths: of the sequences in each row, in tokens, which cover it; the state is 0 before each. None: one.
         state: [b, heads, d_k, d_v] before the first sequence; None: 0.
+        chunk_size: a power of 2.
+        recompute: keep the inputs alone for the backward pass, which computes the rule again; otherwise 13 times the
+            values in fp32 are kept as well.
 
     Returns:
         Outputs [b, s, heads, d_v] in the value's dtype, and the state [b, heads, d_k, d_v] after the last token, fp32.
@@ -74,12 +78,35 @@ def gated_delta_rule(
     Raises:
         ValueError: the lengths do not cover the row.
     """
-    dtype, tokens, heads = value.dtype, value.shape[1], value.shape[2]
-    key_heads, d_k = key.shape[2:]
+    tokens, heads = value.shape[1:3]
     lengths = (tokens,) if lengths is None else tuple(lengths)
     check_lengths(tokens, lengths)
     chunk = min(chunk_size, 1 << (max(lengths) - 1).bit_length())
     rows = spaced_rows(lengths, 0, chunk, value.device)
+    if state is None:
+        precision = torch.promote_types(value.dtype, torch.float32)
+        state = value.new_zeros(len(value), heads, key.shape[-1], value.shape[-1], dtype=precision)
+    inputs = (query, key, value, log_decay, beta, state)
+    if recompute and torch.is_grad_enabled():
+        result: tuple[Tensor, Tensor] = checkpoint(
+            _over_rows, *inputs, rows, chunk, use_reentrant=False, preserve_rng_state=False
+        )
+        return result
+    return _over_rows(*inputs, rows, chunk)
+
+
+def _over_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    rows: SpacedRows,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """As `gated_delta_rule`, of rows whose sequences begin at multiples of `chunk`."""
+    dtype, (key_heads, d_k) = value.dtype, key.shape[2:]
     precision = torch.promote_types(dtype, torch.float32)
 
     def in_chunks(tensor: Tensor) -> Tensor:
@@ -90,8 +117,6 @@ def gated_delta_rule(
     query, key = normalized(in_chunks(query), d_k**-0.5), normalized(in_chunks(key))
     # free positions have beta 0 and no decay, so they leave the state as it is
     value, log_decay, beta = (in_chunks(tensor) for tensor in (value, log_decay[..., None], beta[..., None]))
-    if state is None:
-        state = value.new_zeros(value.shape[1], heads, d_k, value.shape[-1])
     before = state.to(precision).unflatten(1, (key_heads, -1))
     first_chunks = tuple(start // chunk for start in rows.starts[1:])
     output, state = _over_chunks(query, key, value, log_decay, beta, first_chunks, before)

@@ -78,6 +78,23 @@ def test_strong_decay_neither_overflows_nor_ends_in_nan():
     assert all(torch.isfinite(tensor).all() for tensor in (output, *gradients))
 
 
+def test_the_backward_pass_needs_the_inputs_alone():
+    tensors = inputs(150, torch.float32)
+    kept = set()
+
+    def keep(tensor):
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output, _ = gated_delta_rule(*tensors)
+    zeros = kept - {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert len(zeros) <= 1  # the state before the row
+    gradients = torch.autograd.grad(output.sum(), tensors)
+    expected = torch.autograd.grad(gated_delta_rule(*tensors, recompute=False)[0].sum(), tensors)
+    assert max(relative(*pair) for pair in zip(gradients, expected, strict=True)) <= 1e-6
+
+
 def test_the_state_continues_a_row():
     tensors = inputs(90, torch.float64)
     whole, last = gated_delta_rule(*tensors)
