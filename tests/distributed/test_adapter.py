@@ -247,6 +247,7 @@ ON_LAYOUTS = [
     ("tied-whole", "tp2-sp-pp2"),
     ("dora", "tp2-sp"),
     ("dora", "dp2-distributed-overlap"),
+    ("gpt2-dora", "tp2-sp"),
     ("gpt2-dora", "tp2-sp-pp2"),
     ("pissa", "tp2-sp-pp2"),
     ("pissa", "dp2-distributed-overlap"),
@@ -281,8 +282,7 @@ QUICK = (
     ("llama", "cp2-packed"),
     ("llama", "tp2-sp-recompute"),
     ("whole", "dp2-distributed-overlap"),
-    ("gpt2-dora", "tp2-sp-pp2"),
-    ("phi3", "tp2-sp"),
+    ("gpt2-dora", "tp2-sp"),
     ("deepseek-v3-olora", "tp2-sp"),
     ("mixtral-experts", "ep2-expert-tp2"),
     ("qwen3-moe-experts", "tp2-sp-ep2"),
@@ -320,22 +320,22 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", quick(list(RESUMED), ["pissa"]))
 def test_a_resumed_run_continues_on_another_layout_without_the_base_in_its_checkpoint(name, folder_of, ranks, tmp_path):
-    """Saved on TP2 with SP after three of five steps; on the same layout bit for bit."""
+    """Saved on TP2 with SP after two of three steps; on the same layout bit for bit."""
     folder, adapter = str(folder_of(RESUMED[name][0])[0]), runs.overrides_of(RESUMED[name][1])
     tensor, pipeline = ((*adapter, *LAYOUTS[layout][1]) for layout in ("tp2-sp", "pp2"))
-    whole = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path), 5, None)[0]
-    saved = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path / "run"), 3, None)[0]
-    assert whole[0][:3] == saved[0]
+    whole = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path), 3, None)[0]
+    saved = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path / "run"), 2, None)[0]
+    assert whole[0][:2] == saved[0]
     names = {name for name in saved[1] if name.startswith(("decoder", "embedding", "output"))}
     assert names
     assert all("_adapter." in name for name in names)
-    same = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path / "run"), 5, None)[0]
-    assert same[0] == whole[0][3:]
-    other = ranks(2).run(runs.train_and_resume, folder, pipeline, str(tmp_path / "run"), 5, 3)[0]
-    numpy.testing.assert_allclose(other[0], whole[0][3:], rtol=1e-5)
+    same = ranks(2).run(runs.train_and_resume, folder, tensor, str(tmp_path / "run"), 3, None)[0]
+    assert same[0] == whole[0][2:]
+    other = ranks(2).run(runs.train_and_resume, folder, pipeline, str(tmp_path / "run"), 3, 2)[0]
+    numpy.testing.assert_allclose(other[0], whole[0][2:], rtol=1e-5)
     with pytest.raises(Exception, match="another model or was changed"):
         ranks(1).run(
-            runs.train_and_resume, str(runs.copy_of(folder, tmp_path)), adapter, str(tmp_path / "run"), 5, None
+            runs.train_and_resume, str(runs.copy_of(folder, tmp_path)), adapter, str(tmp_path / "run"), 3, None
         )
 
 

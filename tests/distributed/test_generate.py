@@ -86,7 +86,12 @@ def test_several_completions_of_a_prompt_share_its_first_pass(family, layout, ra
         assert len({tuple(completion["token_ids"]) for completion in several}) == 6
 
 
-def test_sampled_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prompts(ranks, original, tmp_path):
+@pytest.mark.parametrize(
+    "layouts",
+    [["pp2", "dp2", "ep2-tp2"], pytest.param(["ep2-cp2"], marks=pytest.mark.matrix)],
+    ids="+".join,
+)
+def test_sampled_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prompts(layouts, ranks, original, tmp_path):
     folder, greedy = original("mixtral")
     sampled = {"max_new_tokens": 6, "temperature": 1.2, "top_p": 0.95, "top_k": 40, "seed": 7}
     calls: list[dict[str, Any]] = [
@@ -97,7 +102,7 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_layout_batch_or_other_prom
         {"prompts": runs.prompts(), **sampled, "top_k": 1},
     ]
     actual = {}
-    for layout in ("one", "pp2", "dp2", "ep2-cp2", "ep2-tp2"):
+    for layout in ("one", *layouts):
         world_size, overrides = runs.LAYOUTS[layout]
         first, *others = ranks(world_size).run(runs.generate, str(folder), overrides, str(tmp_path / layout), calls)
         assert all(other == first for other in others)

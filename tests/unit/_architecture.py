@@ -157,20 +157,24 @@ def _absolute(file: str, level: int, name: str) -> str:
 
 def _loaded(file: str, node: ast.AST) -> Iterator[str]:
     """Modules that a string names: an argument of a loader, `module:Attribute`, and what follows "-m"."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in LOADERS:
+    if isinstance(node, ast.Call) and _last_name(node.func) in LOADERS:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         text = _text(file, arguments[0]) if arguments else None
         level = len(text or "") - len((text or "").lstrip("."))
         yield _absolute(file, level, (text or "").lstrip(".")).partition(":")[0].rstrip(".")
     elif isinstance(node, ast.Constant | ast.JoinedStr):
         text = _text(file, node) or ""
-        whole = ast.unparse(node)
-        if re.match(rf"{PACKAGE}\.[\w.]*(:\w*)?$", text) and ":" in whole:
+        if re.match(rf"{PACKAGE}\.[\w.]*(:\w*)?$", text) and ":" in ast.unparse(node):
             yield text.partition(":")[0].rstrip(".")
     elif isinstance(node, ast.List | ast.Tuple):
         for flag, module in zip(node.elts, node.elts[1:], strict=False):
             if _text(file, flag) == "-m" and (_text(file, module) or "").startswith(PACKAGE):
                 yield str(_text(file, module))
+
+
+def _last_name(node: ast.expr) -> str:
+    """The name of a function or an attribute without what is before its dot; "" of other expressions."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _text(file: str, node: ast.expr) -> str | None:
@@ -313,7 +317,7 @@ def _attribute_changes(tree: ast.Module) -> Iterator[tuple[ast.expr, str, ast.ex
             if owner is not None:
                 yield owner, ast.unparse(node.slice), node
         elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
+            name = _last_name(node.func)
             if name in ("setattr", "delattr") and len(node.args) > 1:
                 yield node.args[0], ast.unparse(node.args[1]).strip("'\""), node
             elif name in ("__setattr__", "__delattr__") and isinstance(node.func, ast.Attribute):
