@@ -17,6 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_wrap.nn.kernels.flash_attention import (
+    CpuKernel,
+    CudnnKernel,
+    FlashKernel,
+    GpuKernel,
+    PaddedValues,
+    StoredScores,
+)
 from megatron_wrap.utils.dist_logger import logger
 
 CUDNN_LENGTH_DIVISOR = 512
@@ -32,18 +40,20 @@ def prefers_cudnn(
     key_length: int,
     head_sizes: tuple[int, int],
     dropout: float,
+    aligned: bool = True,
 ) -> bool:
     """Whether cuDNN's kernel is the fastest for causal or full attention without an explicit mask.
 
     Args:
         capability: compute capability of the GPU, such as (9, 0).
         head_sizes: of keys and values.
+        aligned: the attention may be causal, so that the lengths must be equal.
     """
     return (
         capability >= _CUDNN_CAPABILITY
         and dtype in (torch.float16, torch.bfloat16)
-        and query_length == key_length
-        and query_length % CUDNN_LENGTH_DIVISOR == 0
+        and (query_length == key_length or not aligned)
+        and query_length % CUDNN_LENGTH_DIVISOR == key_length % CUDNN_LENGTH_DIVISOR == 0
         and head_sizes[0] == head_sizes[1] <= _CUDNN_MAX_HEAD_SIZE
         and head_sizes[0] % 8 == 0
         and dropout == 0.0
@@ -63,6 +73,22 @@ def attention_backend(
         return contextlib.nullcontext()
     _log_once(lengths[0], sizes[0])
     return sdpa_kernel(_FIRST, set_priority=True)
+
+
+def kernel_with_logsumexp(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> FlashKernel:
+    """The fastest kernel that returns the logsumexp, for tensors [b, s, heads, d] without dropout; causal attention has
+    as many keys as queries. A GPU's in half precision need `has_flash_kernel`, with the head size of the queries."""
+    if query.shape[-1] != value.shape[-1]:
+        return PaddedValues(kernel_with_logsumexp(query, key, key, scale, causal))
+    if not query.is_cuda:
+        return CpuKernel(scale, causal)
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return StoredScores(scale, causal)
+    lengths, sizes = (query.shape[1], key.shape[1]), (key.shape[-1], value.shape[-1])
+    capability = torch.cuda.get_device_capability(query.device)
+    if prefers_cudnn(capability, query.dtype, *lengths, sizes, dropout=0.0, aligned=causal):
+        return CudnnKernel(scale, causal)
+    return GpuKernel((None, None, *lengths), scale, is_causal=causal)
 
 
 @functools.cache

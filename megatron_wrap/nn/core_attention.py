@@ -23,8 +23,10 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.nn.attention import attend, attend_over_context
 from megatron_wrap.nn.kernels.attention_sinks import flash_attention_with_sinks, has_flash_kernel
 from megatron_wrap.nn.packed_attention import attend_packed, varlen_kernel
+from megatron_wrap.nn.ring_attention import attend_in_ring, ring_obstacle
 from megatron_wrap.parallel.context import packed_positions
 from megatron_wrap.parallel.head_exchange import attention_inputs_by_heads, to_whole_heads
+from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,8 +50,8 @@ class TorchCoreAttention(MegatronModule):
         query_scaling: (beta, length): queries at position p are multiplied by 1 + beta ln(1 + floor(p / length)), p
             counted in each sequence; None: unscaled.
         softcap: scores x become softcap * tanh(x / softcap); None: unlimited.
-        cp_comm_type: "a2a": context-parallel ranks exchange heads, and each attends over whole sequences; others: they
-            gather keys and values.
+        cp_comm_type: "a2a": context-parallel ranks exchange heads, and each attends over whole sequences; "p2p": keys
+            and values pass around a ring, where `ring_obstacle` allows it; otherwise ranks gather them.
         pg_collection: contains the context-parallel group `cp`; default: Megatron-Core's global one.
 
     With `softmax_type` learnable it has a parameter `softmax_offset` [heads of this rank], the sinks of
@@ -80,7 +82,7 @@ class TorchCoreAttention(MegatronModule):
         self.scale = (k_channels or config.kv_channels) ** -0.5 if softmax_scale is None else softmax_scale
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: tuple[int, int] | None = tuple(config.window_size) if has_window else None
-        self.exchanges_heads = cp_comm_type == "a2a"
+        self.exchange = cp_comm_type
         self.tp_group = getattr(pg_collection, "tp", None)
         self.cp_group = getattr(pg_collection, "cp", None)
         if self.cp_group is None and config.context_parallel_size > 1:
@@ -166,11 +168,14 @@ class TorchCoreAttention(MegatronModule):
         if self.query_scaling is not None:
             query = query * self._query_scale(query, key, packed_seq_params, cp_size).to(query.dtype)
         with self._random_state():
-            if cp_size > 1 and self.exchanges_heads:
+            if cp_size > 1 and self.exchange == "a2a":
                 lengths = (query.shape[0] * cp_size,) if packed_seq_params is None else packed_seq_params.lengths
                 inputs = attention_inputs_by_heads(query, key, value, lengths, self.cp_group)
                 whole = self._over_sequences(*inputs, packed_seq_params, causal, 1, mask)
                 output = to_whole_heads(whole, lengths, self.cp_group)
+            elif cp_size > 1 and self.exchange == "p2p" and self._fits_ring(query, packed_seq_params):
+                named = {"causal": causal, "scale": self.scale, "sinks": self._sinks(query)}
+                output = attend_in_ring(query, key, value, self.cp_group, **named)
             else:
                 output = self._over_sequences(query, key, value, packed_seq_params, causal, cp_size, mask)
         return output.reshape(*output.shape[:-2], -1)
@@ -207,6 +212,14 @@ class TorchCoreAttention(MegatronModule):
             return self.softmax_offset
         assert self.cp_group is not None
         return self.softmax_offset.split(heads)[self.cp_group.rank()]
+
+    def _fits_ring(self, query: Tensor, packed: PackedSequences | None) -> bool:
+        obstacle = ring_obstacle(
+            query, packed=packed is not None, window=self.window, dropout=self.dropout, softcap=self.softcap
+        )
+        if obstacle is not None:
+            _log_gathering(obstacle)
+        return obstacle is None
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return tensor_parallel.gather_from_sequence_parallel_region(
@@ -279,6 +292,11 @@ class TorchCoreAttention(MegatronModule):
             kernel = functools.partial(flash_attention_with_sinks, sinks=sinks)
         gather = self._gather if cp_size > 1 else None
         return attend_packed(query, key, value, packed, self.scale, self.window, gather, kernel)
+
+
+@functools.cache
+def _log_gathering(obstacle: str) -> None:
+    logger.info_rank_0(f"cp_comm_type p2p: attention gathers keys and values where there is {obstacle}")
 
 
 def _softmax_offset(config: TransformerConfig) -> torch.nn.Parameter | None:

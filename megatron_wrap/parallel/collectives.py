@@ -163,3 +163,24 @@ def start_exchange(
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     work = dist.all_to_all_single(received, rows, receive, send, group=group, async_op=True)
     return received, work.wait
+
+
+def start_ring_transfer(sent: Tensor, received: Tensor, group: ProcessGroup) -> Callable[[], None]:
+    """Start to send a contiguous tensor to the next rank of `group` and to receive from the one before; collective.
+
+    Args:
+        received: contiguous, of the same shape and dtype; earlier uses of it need not have finished on the device.
+
+    Returns:
+        a function that waits (on a GPU, the current stream does) until both tensors can be used.
+    """
+    size, rank = group.size(), group.rank()
+    after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+    operations = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
+    transfers = dist.batch_isend_irecv(operations)
+
+    def finish() -> None:
+        for transfer in transfers:
+            transfer.wait()
+
+    return finish

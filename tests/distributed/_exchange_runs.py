@@ -14,8 +14,8 @@ def train(overrides: tuple[str, ...], steps: int) -> dict[str, Any]:
     """Train up to `steps`, from the last checkpoint if there is one, and save.
 
     Returns:
-        the losses, the loss of an evaluation, generated tokens; cp_comm_type, what set it, and whether each layer
-        exchanges heads.
+        the losses, the loss of an evaluation, generated tokens; cp_comm_type, what set it, and what each layer
+        exchanges.
     """
     from megatron_wrap.nn.core_attention import TorchCoreAttention
 
@@ -34,5 +34,5 @@ def train(overrides: tuple[str, ...], steps: int) -> dict[str, Any]:
             ],
             "value": wrap.config.parallel.cp_comm_type,
             "set by": wrap.config.set_by(KEY).name,
-            "exchanges": [core.exchanges_heads for core in modules if isinstance(core, TorchCoreAttention)],
+            "exchanges": [core.exchange for core in modules if isinstance(core, TorchCoreAttention)],
         }

@@ -10,103 +10,14 @@ of exp(s - l') times these sums of rows.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron_wrap.nn.kernels.flash_attention import CpuKernel, GpuKernel, flash_attention
 
 _HALF = (torch.float16, torch.bfloat16)
 _MIN_CAPABILITY = (8, 0)
 _MAX_HEAD_SIZE = 256
-
-
-class _Kernel(Protocol):
-    """A flash attention. Tensors are [..., s, heads, d], the logsumexp is fp32 [..., heads, s]."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp."""
-
-    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value; saved: these, the output and the logsumexp."""
-
-
-class _OnCpu(NamedTuple):
-    """torch's flash attention for CPUs; `bias` [.., .., s_q, s_k] is added to the scores."""
-
-    scale: float
-    is_causal: bool
-    bias: Tensor | None
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads_first, 0.0, self.is_causal, attn_mask=self.bias, scale=self.scale
-        )
-        return output.transpose(1, 2), total
-
-    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, total = saved
-        heads_first = (tensor.transpose(1, 2) for tensor in (grad, *tensors))
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *heads_first, total, 0.0, self.is_causal, attn_mask=self.bias, scale=self.scale
-        )
-        of_query, of_key, of_value = (gradient.transpose(1, 2) for gradient in gradients)
-        return of_query, of_key, of_value
-
-
-class _OnGpu(NamedTuple):
-    """torch's flash attention for sequences that are concatenated (torch/nn/attention/varlen.py); causal, where the
-    last query of a sequence has the position of its last key."""
-
-    lengths: tuple[Tensor, Tensor, int, int]
-    """Cumulative numbers of queries and of keys, int32 [N + 1], and the longest of each."""
-    scale: float
-    left: int
-    """Keys before a query's own that it attends; -1: all."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        window = {"window_size_left": self.left, "window_size_right": 0}
-        output, total, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *self.lengths, 0.0, True, False, scale=self.scale, **window
-        )
-        return output, total
-
-    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, output, total = saved
-        # without dropout the state of the random generator is not read
-        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        unused = torch.empty(0, device=query.device)
-        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            *(grad.contiguous(), query, key, value, output, total, *self.lengths, 0.0, True, random_state, unused),
-            scale=self.scale,
-            window_size_left=self.left,
-            window_size_right=0,
-        )
-        return gradients
-
-
-class _WithSinks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: _Kernel) -> Tensor:
-        output, without = kernel.forward(query, key, value)
-        total = torch.logaddexp(without, sinks.to(without.dtype)[:, None])
-        share = (without - total).exp().transpose(-1, -2)[..., None]
-        output = (output * share).to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, total, sinks)
-        ctx.kernel = kernel
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        *saved, sinks = ctx.saved_tensors
-        output, total = saved[-2:]
-        gradients = ctx.kernel.backward(grads[0], *saved)
-        sums = (grads[0].to(total.dtype) * output).sum(-1).transpose(-1, -2)
-        of_sinks = -((sinks.to(total.dtype)[:, None] - total).exp() * sums)
-        others = [dim for dim in range(of_sinks.dim()) if dim != of_sinks.dim() - 2]
-        return *gradients, of_sinks.sum(others).to(sinks.dtype), None
 
 
 def attention_with_sinks(
@@ -136,9 +47,8 @@ def attention_with_sinks(
         if attn_mask is not None:
             bias = torch.zeros(attn_mask.shape, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
             bias = bias[(None,) * (4 - bias.dim())]
-        kernel = _OnCpu(scale, is_causal, bias)
-        output: Tensor = _WithSinks.apply(*(each.transpose(1, 2) for each in (query, key, value)), sinks, kernel)
-        return output.transpose(1, 2)
+        sequence_first = (each.transpose(1, 2) for each in (query, key, value))
+        return flash_attention(*sequence_first, sinks, CpuKernel(scale, is_causal, bias)).transpose(1, 2)
     return _by_stored_scores(query, key, value, attn_mask, sinks, scale, is_causal, dropout_p)
 
 
@@ -202,6 +112,5 @@ def flash_attention_with_sinks(
     Returns:
         [t, heads, d].
     """
-    kernel = _OnGpu((cu_seqlens_q, cu_seqlens_k, longest_q, longest_k), scale, window_size[0])
-    output: Tensor = _WithSinks.apply(query, key, value, sinks, kernel)
-    return output
+    kernel = GpuKernel((cu_seqlens_q, cu_seqlens_k, longest_q, longest_k), scale, window_size[0])
+    return flash_attention(query, key, value, sinks, kernel)

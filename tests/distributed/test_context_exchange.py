@@ -1,4 +1,5 @@
-"""Context-parallel ranks that exchange heads (`cp_comm_type: a2a`) train, evaluate and generate like one rank."""
+"""Context-parallel ranks that exchange heads (`cp_comm_type: a2a`) or pass keys and values around a ring (p2p) train,
+evaluate and generate like one rank."""
 
 from __future__ import annotations
 
@@ -9,10 +10,16 @@ from layout_runs import CONFIG, token_samples
 from megatron_wrap.testing import check_parity
 
 ARCH, PARALLEL = "megatron_lm.model.arch.", "megatron_lm.model.parallel."
-BY_HEADS, CP2 = f"{runs.KEY}=a2a", f"{PARALLEL}context_parallel_size=2"
+RECOMPUTE = "megatron_lm.train.recompute."
+BY_HEADS, RING, CP2 = f"{runs.KEY}=a2a", f"{runs.KEY}=p2p", f"{PARALLEL}context_parallel_size=2"
 WINDOWS_AND_SINKS = (
     *(f"{ARCH}window_size=[11,0]", f"{ARCH}window_attn_skip_freq=2", f"{ARCH}softmax_type=learnable"),
     f"{ARCH}num_query_groups=2",  # fewer than the ranks of cp4, and one for each tensor-parallel rank
+)
+SINKS = (f"{ARCH}softmax_type=learnable", f"{ARCH}num_query_groups=2")
+RECOMPUTED = (
+    *(f"{RECOMPUTE}recompute_granularity=full", f"{RECOMPUTE}recompute_method=uniform"),
+    f"{RECOMPUTE}recompute_num_layers=1",
 )
 LATENT = (
     *(f"{ARCH}multi_latent_attention=true", f"{ARCH}q_lora_rank=32", f"{ARCH}kv_lora_rank=24"),
@@ -31,10 +38,27 @@ LATENT = (
         pytest.param(LATENT, ["packed-tp2-sp-cp2"], id="latent", marks=pytest.mark.matrix),
     ],
 )
-def test_gradients_are_those_of_one_rank(overrides, layouts, ranks):
+def test_gradients_with_exchanged_heads_are_those_of_one_rank(overrides, layouts, ranks):
     samples = token_samples(16, 48)
     report = check_parity(CONFIG, [BY_HEADS, *overrides], samples=samples, layouts=layouts, steps=2, ranks=ranks)
     assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layouts"),
+    [
+        pytest.param(SINKS, ["cp4", "tp2-sp-cp2"], id="sinks"),
+        pytest.param((), ["cp2", "packed-cp2", "cp2-dp2", "pp2-cp2"], id="dense", marks=pytest.mark.matrix),
+        pytest.param((*LATENT, *RECOMPUTED), ["cp4"], id="latent, recomputed", marks=pytest.mark.matrix),
+        pytest.param(WINDOWS_AND_SINKS, ["cp2"], id="windows in some layers", marks=pytest.mark.matrix),
+    ],
+)
+def test_gradients_of_a_ring_are_those_of_one_rank(overrides, layouts, ranks):
+    samples = token_samples(16, 48)
+    report = check_parity(CONFIG, [RING, *overrides], samples=samples, layouts=layouts, steps=2, ranks=ranks)
+    assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
+    assert max(row.objective_difference for row in report.rows) <= 1e-6, report.table()
+    assert max(row.gradient_difference for row in report.rows) <= 1e-5, report.table()
 
 
 def test_a_run_evaluates_generates_and_resumes_with_the_exchange_that_it_began_with(ranks, tmp_path):
@@ -48,12 +72,12 @@ def test_a_run_evaluates_generates_and_resumes_with_the_exchange_that_it_began_w
     pool = ranks(2)
     by_heads = pool.run(runs.train, (*saving("a2a"), BY_HEADS), 4)[0]
     chosen = pool.run(runs.train, saving("chosen"), 4)[0]
-    assert (by_heads["value"], set(by_heads["exchanges"])) == ("a2a", {True})
-    assert (chosen["value"], chosen["set by"], set(chosen["exchanges"])) == ("all_gather", "MACHINE", {False})
+    assert (by_heads["value"], set(by_heads["exchanges"])) == ("a2a", {"a2a"})
+    assert (chosen["value"], chosen["set by"], set(chosen["exchanges"])) == ("all_gather", "MACHINE", {"all_gather"})
     assert by_heads["losses"] == pytest.approx(chosen["losses"], rel=1e-5)
     assert by_heads["generated"] == chosen["generated"]
     pool.run(runs.train, (*saving("parts"), BY_HEADS), 2)
     resumed = pool.run(runs.train, saving("parts"), 4)[0]
-    assert (resumed["value"], set(resumed["exchanges"])) == ("a2a", {True})
+    assert (resumed["value"], set(resumed["exchanges"])) == ("a2a", {"a2a"})
     assert resumed["losses"] == by_heads["losses"][2:]
     assert resumed["evaluation"] == by_heads["evaluation"]

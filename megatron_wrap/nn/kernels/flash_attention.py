@@ -1,0 +1,229 @@
+"""Flash attentions of torch with the logsumexp of the scores, and attention that is differentiable through one.
+
+A backward pass recomputes the weights as exp(score - logsumexp) and subtracts the sum over a row of output times
+gradient (FlashAttention-2, arXiv:2307.08691, algorithm 2). So with output and logsumexp of more keys than a call has,
+it returns the gradients of this call's part: `attention_sinks.py` adds a score, `nn/ring_attention.py` keys of others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class FlashKernel(Protocol):
+    """A flash attention. Tensors are [..., s, heads, d] with grouped queries, the logsumexp [..., heads, s] in fp32 (in
+    fp64 for inputs in fp64)."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp."""
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value; saved: these, the output and the logsumexp."""
+
+
+class CpuKernel(NamedTuple):
+    """torch's flash attention for CPUs, of tensors [b, s, heads, d]."""
+
+    scale: float
+    is_causal: bool
+    """Aligned with the first key."""
+    bias: Tensor | None = None
+    """[.., .., s_q, s_k], added to the scores."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As `FlashKernel.forward`."""
+        heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *heads_first, 0.0, self.is_causal, attn_mask=self.bias, scale=self.scale
+        )
+        return output.transpose(1, 2), total
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `FlashKernel.backward`."""
+        *tensors, total = saved
+        heads_first = (tensor.transpose(1, 2) for tensor in (grad, *tensors))
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *heads_first, total, 0.0, self.is_causal, attn_mask=self.bias, scale=self.scale
+        )
+        of_query, of_key, of_value = (gradient.transpose(1, 2) for gradient in gradients)
+        return of_query, of_key, of_value
+
+
+class GpuKernel(NamedTuple):
+    """torch's flash attention 2: of concatenated sequences [t, heads, d] (torch/nn/attention/varlen.py), or of tensors
+    [b, s, heads, d]. If causal, the last query of a sequence has the position of its last key."""
+
+    lengths: tuple[Tensor | None, Tensor | None, int, int]
+    """Cumulative numbers of queries and of keys, int32 [N + 1], None without concatenation; the longest of each."""
+    scale: float
+    left: int = -1
+    """Keys before a query's own that it attends; -1: all."""
+    is_causal: bool = True
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As `FlashKernel.forward`."""
+        output, total, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *self.lengths, 0.0, self.is_causal, False, scale=self.scale, **self._window()
+        )
+        return output, total
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `FlashKernel.backward`."""
+        query, key, value, output, total = saved
+        # without dropout the state of the random generator is not read
+        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        unused = torch.empty(0, device=query.device)
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            *(grad.contiguous(), query, key, value, output, total, *self.lengths, 0.0, self.is_causal),
+            *(random_state, unused),
+            scale=self.scale,
+            **self._window(),
+        )
+        return gradients
+
+    def _window(self) -> dict[str, int]:
+        return {"window_size_left": self.left, "window_size_right": 0 if self.is_causal else -1}
+
+
+class CudnnKernel(NamedTuple):
+    """cuDNN's attention, of tensors [b, s, heads, d]. Its logsumexp has a last dimension of one."""
+
+    scale: float
+    is_causal: bool
+    """Aligned with the first key."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As `FlashKernel.forward`."""
+        heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output, total, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *heads_first, None, True, 0.0, self.is_causal, False, scale=self.scale
+        )
+        return output.transpose(1, 2), total.reshape(output.shape[:3])
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `FlashKernel.backward`."""
+        *tensors, total = saved
+        heads_first = (tensor.transpose(1, 2) for tensor in (grad, *tensors))
+        unused = torch.empty((), dtype=torch.int64, device=grad.device)  # seed and offset: there is no dropout
+        gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(*heads_first, total.unsqueeze(-1), unused, unused, None, None, None),
+            *(saved[0].shape[1], saved[1].shape[1], 0.0, self.is_causal),
+            scale=self.scale,
+        )
+        of_query, of_key, of_value = (gradient.transpose(1, 2) for gradient in gradients)
+        return of_query, of_key, of_value
+
+
+class StoredScores(NamedTuple):
+    """The arithmetic of a flash attention of tensors [b, s, heads, d], with a tensor of all scores: for fp32 on GPUs,
+    whose kernels with grouped queries take half precision only."""
+
+    scale: float
+    is_causal: bool
+    """Aligned with the first key."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As `FlashKernel.forward`."""
+        scores = self._scores(query, key)
+        total = scores.logsumexp(-1)
+        weights = (scores - total[..., None]).exp().to(query.dtype)
+        return torch.einsum("bhqk,bkhe->bqhe", weights, _repeated(value, query)), total
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `FlashKernel.backward`."""
+        query, key, value, output, total = saved
+        weights = (self._scores(query, key) - total[..., None]).exp()
+        sums = (grad * output).sum(-1).transpose(1, 2)[..., None]
+        of_weights = torch.einsum("bqhe,bkhe->bhqk", grad, _repeated(value, query))
+        of_scores = (weights * (of_weights - sums) * self.scale).to(query.dtype)
+        of_query = torch.einsum("bhqk,bkhd->bqhd", of_scores, _repeated(key, query))
+        of_key = torch.einsum("bhqk,bqhd->bkhd", of_scores, query)
+        of_value = torch.einsum("bhqk,bqhe->bkhe", weights.to(grad.dtype), grad)
+        of_groups = (each.unflatten(2, (key.shape[2], -1)).sum(3) for each in (of_key, of_value))
+        return of_query, *of_groups
+
+    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, _repeated(key, query)) * self.scale
+        scores = scores.to(torch.promote_types(query.dtype, torch.float32))
+        if self.is_causal:
+            later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        return scores
+
+
+def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
+    """Each group's head for each of its query heads."""
+    return tensor.repeat_interleave(query.shape[2] // tensor.shape[2], dim=2)
+
+
+class PaddedValues(NamedTuple):
+    """A kernel that needs heads of one size, for values with smaller heads than queries and keys."""
+
+    kernel: FlashKernel
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As `FlashKernel.forward`."""
+        output, total = self.kernel.forward(query, key, F.pad(value, (0, query.shape[-1] - value.shape[-1])))
+        return output[..., : value.shape[-1]], total
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `FlashKernel.backward`."""
+        query, key, value, output, total = saved
+        width = value.shape[-1]
+        grad, value, output = (F.pad(each, (0, query.shape[-1] - width)) for each in (grad, value, output))
+        of_query, of_key, of_value = self.kernel.backward(grad, query, key, value, output, total)
+        return of_query, of_key, of_value[..., :width]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel
+    ) -> Tensor:
+        output, total = kernel.forward(query, key, value)
+        if sinks is not None:
+            without, total = total, torch.logaddexp(total, sinks.to(total.dtype)[:, None])
+            output = (output * _by_query(without - total).exp()).to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, total, sinks)
+        ctx.kernel = kernel
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        *saved, sinks = ctx.saved_tensors
+        output, total = saved[-2:]
+        gradients = ctx.kernel.backward(grads[0], *saved)
+        if sinks is None:
+            return *gradients, None, None
+        sums = (grads[0].to(total.dtype) * output).sum(-1).transpose(-1, -2)
+        of_sinks = -((sinks.to(total.dtype)[:, None] - total).exp() * sums)
+        others = [dim for dim in range(of_sinks.dim()) if dim != of_sinks.dim() - 2]
+        return *gradients, of_sinks.sum(others).to(sinks.dtype), None
+
+
+def _by_query(values: Tensor) -> Tensor:
+    """[..., heads, s] -> [..., s, heads, 1]."""
+    return values.transpose(-1, -2)[..., None]
+
+
+def merge_(output: Tensor, total: Tensor, block: Tensor, block_total: Tensor) -> None:
+    """Add the attention to further keys to `output` [..., s, heads, d] and logsumexp `total` [..., heads, s], in place;
+    both in fp32 (or fp64)."""
+    output.lerp_(block.to(output.dtype), _by_query(torch.sigmoid(block_total - total)))
+    total.copy_(torch.logaddexp(total, block_total))
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:
+    """Differentiable attention [..., s, heads, d] by a kernel.
+
+    Args:
+        sinks: [heads], a further score of each query, without a value, as in `attention_sinks.py`; None: none.
+    """
+    output: Tensor = _Attention.apply(query, key, value, sinks, kernel)
+    return output
