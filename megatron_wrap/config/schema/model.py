@@ -244,8 +244,8 @@ class ParallelConfig:
     context_parallel_size: int = key(1, at_least=1)
     """Processes that share each sequence (CP)."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
-    """What attention of shared sequences exchanges: p2p, all_gather: keys and values, p2p in a ring beside Transformer
-    Engine's attention (torch's gathers them); a2a: heads. null: the fewest bytes that are not hidden, see the log."""
+    """What attention of shared sequences exchanges: p2p, all_gather: keys and values, p2p in a ring behind attention
+    (torch's gathers them in packed rows and windows); a2a: heads. null: the fewest bytes not hidden, see the log."""
     expert_model_parallel_size: int = key(1, at_least=1)
     """Processes that share the experts of a mixture-of-experts layer (EP)."""
     expert_tensor_parallel_size: int | None = key(None, at_least=1)

@@ -36,3 +36,8 @@ def test_hopper_uses_cudnn_for_lengths_that_repeat():
 )
 def test_everything_else_is_left_to_torch(change):
     assert not prefers_cudnn(**{**FULL, **change})
+
+
+def test_full_attention_of_a_ring_has_other_lengths_of_queries_and_keys():
+    assert prefers_cudnn(**{**FULL, "query_length": 2048}, aligned=False)
+    assert not prefers_cudnn(**{**FULL, "query_length": 2000}, aligned=False)

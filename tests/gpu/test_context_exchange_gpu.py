@@ -1,0 +1,60 @@
+"""The exchanges of torch's attention on two GPUs: the gradients of the ring are those of one GPU in fp32, and in bf16,
+with the kernels of GPUs, as near to them as with gathered keys and values. Skipped without two GPUs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs 2 GPUs", allow_module_level=True)
+
+import _packing_runs
+
+CONFIG = Path(__file__).parents[1] / "distributed/layouts.yaml"
+PARALLEL, ARCH = "megatron_lm.model.parallel.", "megatron_lm.model.arch."
+BF16 = "megatron_lm.train.dtype.__select__=bf16"
+
+
+def settings(length: int, *more: str) -> list[str]:
+    return [
+        *(f"{ARCH}hidden_size=512", f"{ARCH}num_attention_heads=8", f"{ARCH}num_query_groups=2"),
+        *(f"{ARCH}ffn_hidden_size=512", f"{ARCH}max_position_embeddings={length}", f"{ARCH}transformer_impl=torch"),
+        *(f"megatron_lm.train.common.seq_length={length}", "megatron_wrap.init.platform=cuda"),
+        *more,
+    ]
+
+
+def shared(exchange: str) -> tuple[str, str]:
+    return (f"{PARALLEL}context_parallel_size=2", f"{PARALLEL}cp_comm_type={exchange}")
+
+
+def samples(length: int) -> list[dict[str, list[int]]]:
+    """Of the full length, so that each GPU's share is a multiple of 512 where the length is one of 1,024."""
+    generator = random.Random(7)
+    return [
+        {"input_ids": [generator.randrange(500) for _ in range(length)], "loss_mask": [1] * length} for _ in range(8)
+    ]
+
+
+def difference(result: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference of all gradients, relative to the norm of the exact ones."""
+    squares = sum(float((result[name] - exact[name]).double().square().sum()) for name in exact)
+    return (squares / sum(float(tensor.double().square().sum()) for tensor in exact.values())) ** 0.5
+
+
+@pytest.mark.parametrize("softmax", ["vanilla", "learnable"])
+@pytest.mark.parametrize("length", [2048, 1000], ids=["cuDNN", "flash attention"])
+def test_a_ring_has_the_gradients_of_one_gpu(length, softmax, ranks):
+    def gradients(processes: int, *more: str) -> dict[str, torch.Tensor]:
+        arguments = (str(CONFIG), settings(length, f"{ARCH}softmax_type={softmax}", *more), samples(length))
+        return ranks(processes).run(_packing_runs.gradients, *arguments)[0][0]
+
+    exact = gradients(1)
+    assert difference(gradients(2, *shared("p2p")), exact) <= 1e-5
+    ring, gathered = (difference(gradients(2, BF16, *shared(exchange)), exact) for exchange in ("p2p", "all_gather"))
+    print(f"{length} tokens, {softmax}: bf16 p2p {ring:.5f}, all_gather {gathered:.5f} from fp32")
+    assert ring <= 1.5 * gathered
