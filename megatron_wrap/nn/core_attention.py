@@ -174,8 +174,8 @@ class TorchCoreAttention(MegatronModule):
                 whole = self._over_sequences(*inputs, packed_seq_params, causal, 1, mask)
                 output = to_whole_heads(whole, lengths, self.cp_group)
             elif cp_size > 1 and self.exchange == "p2p" and self._fits_ring(query, packed_seq_params):
-                named = {"causal": causal, "scale": self.scale, "sinks": self._sinks(query)}
-                output = attend_in_ring(query, key, value, self.cp_group, **named)
+                sinks, ring = self._sinks(query), self.cp_group
+                output = attend_in_ring(query, key, value, ring, causal=causal, scale=self.scale, sinks=sinks)
             else:
                 output = self._over_sequences(query, key, value, packed_seq_params, causal, cp_size, mask)
         return output.reshape(*output.shape[:-2], -1)

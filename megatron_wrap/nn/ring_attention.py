@@ -53,8 +53,8 @@ def attend_in_ring(
             f"a context-parallel rank has two equal chunks of a sequence, and {query.shape[0]} tokens are not; "
             f"pad sequences to a multiple of {2 * group.size()}"
         )
-    batch_first = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    return flash_attention(*batch_first, sinks, _Ring(group, causal, scale)).transpose(0, 1)
+    query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    return flash_attention(query, key, value, sinks, _Ring(group, causal, scale)).transpose(0, 1)
 
 
 def ring_obstacle(

@@ -47,8 +47,8 @@ def attention_with_sinks(
         if attn_mask is not None:
             bias = torch.zeros(attn_mask.shape, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
             bias = bias[(None,) * (4 - bias.dim())]
-        sequence_first = (each.transpose(1, 2) for each in (query, key, value))
-        return flash_attention(*sequence_first, sinks, CpuKernel(scale, is_causal, bias)).transpose(1, 2)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        return flash_attention(query, key, value, sinks, CpuKernel(scale, is_causal, bias)).transpose(1, 2)
     return _by_stored_scores(query, key, value, attn_mask, sinks, scale, is_causal, dropout_p)
 
 
