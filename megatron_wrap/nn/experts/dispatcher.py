@@ -50,7 +50,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [T, H] of the hidden states [..., H], and the weights [T, experts] of their experts, negative where an
-        expert does not process a token.
+        expert does not process a token, if they are exchanged.
 
         Args:
             routing_map: bool [T, experts].
@@ -62,9 +62,10 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
             by_process = routing_map.view(-1, self.ep_size, self.num_local_experts).any(dim=-1)
             self._exchange_sizes(by_process, routing_map)
             self.sent = row_order(by_process, min(self.config.moe_router_topk, self.ep_size))
+            probs = probs.masked_fill(~routing_map, -1.0)
         else:
             self.local_counts = routing_map.sum(dim=0)
-        return hidden_states.reshape(-1, self.hidden_shape[-1]), probs.masked_fill(~routing_map, -1.0)
+        return hidden_states.reshape(-1, self.hidden_shape[-1]), probs
 
     def compute_beside_exchange(self, deferred: DeferredGradient) -> None:
         """Compute a gradient in the backward pass of the next `token_dispatch`, beside its exchange."""
@@ -90,8 +91,10 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
             tokens = gather_from_sequence_parallel_region(tokens, group=self.tp_group, output_split_sizes=sizes)
             weights = gather_from_sequence_parallel_region(weights, group=self.tp_group, output_split_sizes=sizes)
         most = min(self.config.moe_router_topk, self.num_local_experts)
-        # a weight that is not a number is one of a row, whose loss is then refused
-        self.order = row_order(~(weights.detach() < 0), most, None if self.sizes is None else self.sizes.rows)
+        if self.sizes is None:
+            self.order = row_order(self.routing_map, most)
+        else:  # a weight that is not a number is one of a row, whose loss is then refused
+            self.order = row_order(~(weights.detach() < 0), most, self.sizes.rows)
         return rows_of_tokens(tokens, self.order), self.local_counts, self.order.weights_of_rows(weights)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
