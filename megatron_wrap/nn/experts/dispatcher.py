@@ -8,6 +8,7 @@ experts nor tokens are distributed, else one wait for the sizes of the exchange 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
     sizes: _ExchangeSizes | None = None
     """None: nothing is exchanged."""
     _deferred: DeferredGradient | None = None
+    _waits: tuple[Callable[[], object], ...] = ()
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [T, H] of the hidden states [..., H], and the weights [T, experts] of their experts, negative where an
@@ -72,7 +74,8 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         self._deferred = deferred
 
     def token_dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens that local experts process, and their weights [tokens, L] at these."""
+        """The tokens that local experts process, and their weights [tokens, L] at these. If they are exchanged, nothing
+        but `dispatch_postprocess` may read them."""
         if self.sizes is None:
             return tokens, weights
         send, receive = self.sizes.send, self.sizes.receive
@@ -81,11 +84,16 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         rows = rows_of_tokens(tokens, self.sent)
         of_rows = self.sent.weights_of_rows(weights.view(-1, self.ep_size, self.num_local_experts))
         deferred, self._deferred = self._deferred, None
-        received = exchange_rows(rows, self.ep_group, receive, send, deferred)
-        return received, exchange_rows(of_rows, self.ep_group, receive, send)
+        received, wait_for_rows = exchange_rows(rows, self.ep_group, receive, send, deferred)
+        of_received, wait_for_weights = exchange_rows(of_rows, self.ep_group, receive, send)
+        self._waits = (wait_for_rows, wait_for_weights)
+        return received, of_received
 
     def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [R, H] of the local experts sorted by expert, the number of rows of each, and the weights [R]."""
+        for wait in self._waits:
+            wait()
+        self._waits = ()
         if self.sizes is not None and self.tp_size > 1:
             sizes = self.sizes.of_tensor_ranks
             tokens = gather_from_sequence_parallel_region(tokens, group=self.tp_group, output_split_sizes=sizes)
@@ -111,7 +119,9 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         """Send the sums back to the processes of their tokens."""
         if self.sizes is None:
             return hidden_states
-        return exchange_rows(hidden_states, self.ep_group, self.sizes.send, self.sizes.receive)
+        received, wait = exchange_rows(hidden_states, self.ep_group, self.sizes.send, self.sizes.receive)
+        wait()
+        return received
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """Sums over the experts of each token, in the shape of the hidden states."""

@@ -1,11 +1,11 @@
-"""The exchange of rows between expert-parallel processes, beside which the backward pass computes a weight gradient."""
+"""The exchange of rows between expert-parallel processes, beside which both passes compute."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import all_to_all
 from torch import Tensor
 
 from megatron_wrap.nn.experts.products import DeferredGradient
@@ -14,8 +14,9 @@ from megatron_wrap.parallel.collectives import start_exchange
 
 def exchange_rows(
     rows: Tensor, group: Any, receive: list[int], send: list[int], deferred: DeferredGradient | None = None
-) -> Tensor:
-    """The rows [sum(receive), ...] that the processes of the group send to this one.
+) -> tuple[Tensor, Callable[[], object]]:
+    """Begin to exchange rows: those [sum(receive), ...] that the processes of the group send to this one, and a
+    function that must be called before they are used.
 
     Args:
         rows: [sum(send), ...], sorted by receiver.
@@ -23,34 +24,34 @@ def exchange_rows(
         receive: rows from each process of the group.
         send: rows to each.
         deferred: a gradient that the backward pass computes while it sends the rows' gradients back. The product whose
-            gradient it is must have these rows behind it.
+            gradient it is must follow the exchange.
     """
-    if deferred is None:
-        received: Tensor = all_to_all(group, rows, receive, send)
-        return received
-    received = _ExchangeBesideGradient.apply(rows, deferred.weight, group, receive, send, deferred)
-    return received
+    waits: list[Callable[[], object]] = []
+    weight = None if deferred is None else deferred.weight
+    received: Tensor = _Exchange.apply(rows, weight, group, receive, send, deferred, waits)
+    return received, waits[0]
 
 
-class _ExchangeBesideGradient(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
-        _weight: Tensor,
+        _weight: Tensor | None,
         group: Any,
         receive: list[int],
         send: list[int],
-        deferred: DeferredGradient,
+        deferred: DeferredGradient | None,
+        waits: list[Callable[[], object]],
     ) -> Tensor:
         ctx.group, ctx.receive, ctx.send, ctx.deferred = group, receive, send, deferred
         received, wait = start_exchange(rows, receive, send, group)
-        wait()
+        waits.append(wait)
         return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         of_rows, wait = start_exchange(grads[0], ctx.send, ctx.receive, ctx.group)
-        of_weight = ctx.deferred.compute()
+        of_weight = None if ctx.deferred is None else ctx.deferred.compute()
         wait()
-        return of_rows, of_weight, None, None, None, None
+        return of_rows, of_weight, None, None, None, None, None

@@ -15,9 +15,8 @@ from megatron_wrap.nn.experts.dispatcher import SortingDispatcher, can_sort_on_d
 class GroupedMoELayer(MoELayer):
     """A layer whose experts are `GroupedExperts`. Arguments: those of `MoELayer`.
 
-    With expert parallelism, the shared experts are computed after the sizes of the exchange have been sent, so that the
-    wait for these is hidden. In the backward pass the gradient of the experts' first weight is computed beside the
-    exchange of the tokens' gradients.
+    With expert parallelism, the shared experts are computed beside the exchange of the tokens, and in the backward pass
+    the gradient of the experts' first weight beside the exchange of the tokens' gradients.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -45,10 +44,11 @@ class GroupedMoELayer(MoELayer):
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
         """See `MoELayer`."""
         self._defer_weight_gradient()
+        dispatched = super().dispatch(hidden_states, probs)
         hidden, self._input_of_shared_experts = self._input_of_shared_experts, None
         if hidden is not None:
             self._shared = super().shared_experts_compute(hidden)
-        return super().dispatch(hidden_states, probs)
+        return dispatched
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Any:
         """See `MoELayer`."""
