@@ -51,6 +51,11 @@ tests() { # NAME PYTEST ARGUMENTS...
   part "$1" "$PYTHON" -m pytest --durations=10 "${@:2}"
 }
 
+compile_once() { # after an installation, what the tests import, while mypy has the other core; else three parts do the same
+  [ -n "$INSTALLED" ] || return 0
+  "$PYTHON" -c 'import peft, trl; from megatron_wrap.testing import pools; pools.import_for_ranks()' > /dev/null 2>&1 || true
+}
+
 newer_megatron_core() { # sets NEWER: the same packages, but for Megatron-Core 0.19
   local folder=$PWD/.venv-mcore019 packages
   NEWER=$folder/bin/python
@@ -114,13 +119,14 @@ elif [ "$*" = --all ]; then
   types
   lint
 else
+  types
+  compile_once
   tests "unit tests" tests/unit tests/gpu "${covering[@]}"
   tests "distributed tests b-l" tests/distributed/test_[b-l]*.py "${covering[@]}"
   tests "distributed tests m-q" tests/distributed/test_[m-q]*.py "${covering[@]}"
   tests "distributed tests a" tests/distributed/test_a*.py "${covering[@]}"
   tests "distributed tests r-z" tests/distributed/test_[r-z]*.py "${covering[@]}"
   tests "end to end" tests/end_to_end "${covering[@]}"
-  types
   lint
 fi
 wait

@@ -37,7 +37,7 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize("name", quick(RUNS, ["one-recomputed", "dp2", "pp2-vpp2", "cp2-linear-cross-entropy"]))
+@pytest.mark.parametrize("name", quick(RUNS, ["one-recomputed", "pp2-vpp2", "cp2-linear-cross-entropy"]))
 def test_the_error_names_micro_batch_sample_and_module(name: str, ranks) -> None:
     world_size, overrides = RUNS[name]
     results = ranks(world_size).run(bad.refused, overrides, (*KINDS, "weight"))
@@ -66,7 +66,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("name", quick(SKIPPED, ["one-experts", "dp2"]))
+@pytest.mark.parametrize("name", quick(SKIPPED, ["one-experts"]))
 def test_a_skipped_step_changes_counters_alone(name: str, ranks) -> None:
     world_size, overrides = SKIPPED[name]
     for result in ranks(world_size).run(bad.skipped, overrides, ("loss", "gradient")):

@@ -20,7 +20,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("layout", [(), (f"{PARALLEL}.pipeline_model_parallel_size=2",)], ids=["dp2", "pp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), id="dp2"),
+        pytest.param((f"{PARALLEL}.pipeline_model_parallel_size=2",), id="pp2", marks=pytest.mark.matrix),
+    ],
+)
 def test_ranks_that_disagree_decide_alike(ranks, folder, layout):
     first, other = ranks(2).run(_fit_runs.fit, str(folder), layout, True)
     for result in (first, other):

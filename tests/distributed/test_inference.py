@@ -12,7 +12,7 @@ import _inference_runs as runs
 import pytest
 from _covering import quick
 
-LAYOUTS = quick(["one", "tp2-pp2", "cp2-dp2", "pp2-vpp2"], ["tp2-pp2"])
+LAYOUTS = quick(["one", "tp2", "tp2-pp2", "cp2-dp2", "pp2-vpp2"], ["tp2"])
 CHOICE = """\
 task: local_choice
 dataset_path: json

@@ -98,7 +98,7 @@ def test_a_batch_a_copy_and_the_batches_of_rank_0_give_the_same_bits(data: Path,
         assert in_new_processes(2, runs.train_on, data / how.replace(" ", ""), overrides, how, 5) == yielded
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.matrix), 2])
 def test_a_bad_row_ends_the_run_with_its_file_and_line(data: Path, workers: int) -> None:
     overrides = (f"{DATA}.train={data}/bad.jsonl", f"{DATA}.num_workers={workers}", f"{DATA}.shuffle=false")
     for text, seconds in in_new_processes(2, runs.error_of_a_batch, data / "run", overrides):
