@@ -26,6 +26,8 @@ _DTYPES = {
 _BUFFERS = 2
 """Of a thread: one is filled while the other is copied."""
 _BUFFER_BYTES = 8 * 2**20
+_LEAST_BYTES = 2**16
+"""Of a contiguous range, if a slice has several."""
 
 
 class DeviceReader:
@@ -53,23 +55,27 @@ class DeviceReader:
 
     def read(self, entry: StoredTensor, index: tuple[slice, ...]) -> Tensor | None:
         """A slice on the device, which is there when the stream has arrived at it; None: the slice is not contiguous in
-        the file, or the file's format is another one.
+        the file for each index of its first dimension, or of so few bytes that a memory map is faster, or the file's
+        format is another one.
 
         Raises:
             CheckpointError: the file is shorter than its header says.
             OSError: it cannot be read.
         """
-        dtype, part = _DTYPES.get(entry.dtype), _contiguous(entry.shape, index)
-        if entry.start is None or dtype is None or part is None:
+        dtype, ranges = _DTYPES.get(entry.dtype), _ranges(entry.shape, index)
+        if entry.start is None or dtype is None or not ranges:
             return None
-        first, shape = part
-        start, size = entry.start + first * dtype.itemsize, math.prod(shape) * dtype.itemsize
+        shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, entry.shape, strict=True))
+        size = math.prod(shape) * dtype.itemsize
+        if len(ranges) > 1 and size < len(ranges) * _LEAST_BYTES:
+            return None
         values = torch.empty(size, dtype=torch.uint8, device=self.device)
         buffers = self._of_this_thread()
         with entry.file.open("rb", buffering=0) as file:
-            file.seek(start)
-            for target in values.split(_BUFFER_BYTES):
-                next(buffers).pass_on(file, target, self._stream)
+            for first, target in zip(ranges, values.chunk(len(ranges)), strict=True):
+                file.seek(entry.start + first * dtype.itemsize)
+                for part in target.split(_BUFFER_BYTES):
+                    next(buffers).pass_on(file, part, self._stream)
         return values.view(dtype).view(shape)
 
     def check_later(self, entry: StoredTensor, values: Tensor) -> None:
@@ -123,12 +129,15 @@ def _read_into(memory: memoryview, file: FileIO) -> None:
         position += count
 
 
-def _contiguous(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[int, tuple[int, ...]] | None:
-    """(first element, shape) of a slice whose elements are contiguous in the tensor; None: they are not."""
+def _ranges(shape: tuple[int, ...], index: tuple[slice, ...]) -> list[int]:
+    """First elements of the ranges of equal length that a slice has in its tensor, one for each index of its first
+    dimension, or one in all; none: there are more."""
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-    lengths = tuple(max(0, stop - start) for start, stop in bounds)
+    lengths = [max(0, stop - start) for start, stop in bounds]
     partial = [dim for dim, (length, size) in enumerate(zip(lengths, shape, strict=True)) if length != size]
-    if partial and any(length != 1 for length in lengths[: partial[-1]]):
-        return None
+    last = partial[-1] if partial else 0
+    if any(length != 1 for length in lengths[1:last]):
+        return []
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True)), lengths
+    first = sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True))
+    return [first] if last == 0 else [first + number * strides[0] for number in range(lengths[0])]
