@@ -28,9 +28,9 @@ at the 290 TFLOP/s of `layer_costs` and 300 GB/s between GPUs of a node, both ta
 def exchange_choice(config: RunConfig, transformer_engine: bool, saved: str | None = None) -> Choice | None:
     """`cp_comm_type` of a run that names none; None: it names one, or sequences are not shared.
 
-    Both attentions: p2p where they hide the ring. Otherwise torch's: the fewer bytes of all_gather and a2a; equal ones:
-    all_gather. Transformer Engine's: p2p in packed rows, else the fewer bytes of p2p and a2a. Its layers keep torch's
-    attention with all_gather for windows and sinks, for which Transformer Engine would need a2a.
+    Attention of torch: the fewest bytes; equal ones: all_gather. Attention of Transformer Engine: p2p where attention
+    hides the ring or the row is packed, else the fewest bytes. Its layers keep torch's attention with all_gather for
+    windows and sinks, for which Transformer Engine would need a2a.
 
     Args:
         transformer_engine: whether the layers are Transformer Engine's.
@@ -46,8 +46,6 @@ def exchange_choice(config: RunConfig, transformer_engine: bool, saved: str | No
         return _choice_beside_ring(config, sent)
     if transformer_engine and _only_by_heads(config) and not config.flow.packing:
         return Choice(EXCHANGE_KEY, "all_gather", "windows and sinks are computed by torch's attention")
-    if _torch_has_ring(config) and _hides_ring(config):
-        return _hidden_ring(config)
     del sent["p2p"]
     return _fewest(sent, config)
 
@@ -89,36 +87,15 @@ def _only_by_heads(config: RunConfig) -> bool:
     return config.arch.softmax_type != "vanilla" or config.arch.window_size is not None
 
 
-def _torch_has_ring(config: RunConfig) -> bool:
-    """Whether all layers of torch's attention can use the ring (`nn/ring_attention.py`), on a GPU by kernels that store
-    no scores."""
-    arch = config.arch
-    is_exact = arch.attention_dropout == 0.0 and arch.attn_logit_softcapping is None and arch.window_size is None
-    return is_exact and not config.flow.packing and (config.dtype.bf16 or config.dtype.fp16)
-
-
-def _hides_ring(config: RunConfig) -> bool:
-    heads, groups = derived.attention_heads_of_process(config)
-    return _tokens(config) * heads >= _HIDDEN_RING_TOKENS * groups
-
-
-def _hidden_ring(config: RunConfig) -> Choice:
-    reason = f"attention over {_tokens(config):,} tokens of a process hides the ring's transfers"
-    return Choice(EXCHANGE_KEY, "p2p", reason)
-
-
-def _tokens(config: RunConfig) -> int:
-    return config.train.seq_length // config.parallel.context_parallel_size
-
-
 def _choice_beside_ring(config: RunConfig, sent: dict[str, int]) -> Choice:
     """Of p2p and a2a, for Transformer Engine's attention, which needs a key head for each process."""
     size = config.parallel.context_parallel_size
-    groups = derived.attention_heads_of_process(config)[1]
+    heads, groups = derived.attention_heads_of_process(config)
     if config.flow.packing:
         return Choice(EXCHANGE_KEY, "p2p", "Transformer Engine exchanges no heads of packed rows")
-    if _hides_ring(config):
-        return _hidden_ring(config)
+    tokens = config.train.seq_length // size
+    if tokens * heads >= _HIDDEN_RING_TOKENS * groups:
+        return Choice(EXCHANGE_KEY, "p2p", f"attention over {tokens:,} tokens of a process hides the ring's transfers")
     sent = {name: size_ for name, size_ in sent.items() if name == "p2p" or (name == "a2a" and groups % size == 0)}
     return _fewest(sent, config)
 

@@ -57,13 +57,6 @@ def test_windows_and_sinks_with_context_parallelism_and_packed_rows(overrides: t
         (False, (CP8, *heads(32, 8)), "a2a"),
         (False, (CP8, *heads(16, 4)), "a2a"),  # each key head is sent to two processes
         (False, (CP8, *heads(12, 12)), "all_gather"),  # 8 does not divide 12
-        (False, (BF16, CP2, *heads(8, 8, 4096), f"{ARCH}attention_dropout=0"), "p2p"),  # attention hides the ring
-        (False, (BF16, CP2, *heads(8, 2, 1024), f"{ARCH}attention_dropout=0"), "p2p"),  # of a quarter of the keys
-        (False, (BF16, CP2, *heads(8, 8, 4092), f"{ARCH}attention_dropout=0"), "all_gather"),
-        (False, (BF16, CP2, *heads(8, 8, 4096), f"{ARCH}attention_dropout=0.1"), "all_gather"),
-        (False, (BF16, CP2, *heads(8, 8, 4096), f"{ARCH}attention_dropout=0", WINDOW), "all_gather"),
-        (False, (BF16, CP2, *heads(8, 8, 4096), f"{ARCH}attention_dropout=0", PACKED), "all_gather"),
-        (False, (FP32, CP2, *heads(8, 8, 4096), f"{ARCH}attention_dropout=0"), "all_gather"),  # a GPU stores scores
         (True, (BF16, CP4, *heads(8, 8)), "a2a"),
         (True, (BF16, CP4, *heads(8, 8, 16_384)), "p2p"),  # attention hides the ring
         (True, (BF16, CP4, *heads(8, 8), PACKED), "p2p"),
