@@ -11,7 +11,7 @@ from _covering import covering, family_and_axes
 
 ARCH = "megatron_lm.model.arch."
 PARALLEL = "megatron_lm.model.parallel."
-STEPS = 3
+STEPS = 2
 NAMES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
