@@ -50,14 +50,20 @@ def faster_split(config: RunConfig, vocab_size: int, device: str) -> tuple[Pipel
     stages = config.parallel.pipeline_model_parallel_size
     if stages == 1 or derived.accounts_for_ends(config):
         return None
-    layout, chunks = derived.pipeline_layout(config), derived.virtual_pipeline_size(config) or 1
-    if layout is None:
-        counts = [count // chunks for count in derived.layers_per_stage(config)]
-        layout = PipelineLayout(tuple(counts * chunks), stages)
+    layout, chunks = named_split(config), derived.virtual_pipeline_size(config) or 1
     costs = model_costs(config, model_shape(config, vocab_size), device)
     best = split_by_cost(costs, stages, chunks)
     share = 1 - max(stage_costs(costs, best)) / max(stage_costs(costs, layout))
     return (best, share) if share > 0 else None
+
+
+def named_split(config: RunConfig) -> PipelineLayout:
+    """The layers of each chunk of a configuration that names them, or leaves Megatron-Core's even split."""
+    layout, chunks = derived.pipeline_layout(config), derived.virtual_pipeline_size(config) or 1
+    if layout is not None:
+        return layout
+    counts = [count // chunks for count in derived.layers_per_stage(config)]
+    return PipelineLayout(tuple(counts * chunks), config.parallel.pipeline_model_parallel_size)
 
 
 def split_by_cost(costs: ModelCosts, num_stages: int, chunks_per_stage: int = 1) -> PipelineLayout:
