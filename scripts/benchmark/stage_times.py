@@ -1,9 +1,9 @@
 """Predicted and measured times of two pipeline stages, for six models and splits in one run.
 
 A stage's time is that of the forward and the backward pass of a micro-batch, without waits: between events on the
-device around Megatron-Core's `forward_step` and `backward_step`, averaged over the micro-batches of a step; the median of
-all steps but the first two. The prediction is `plan/layer_costs.py`; on a device without measured speeds only the stages' shares are
-compared. One JSON line per configuration; the last line has the largest difference.
+device around Megatron-Core's `forward_step` and `backward_step`, averaged over the micro-batches of a step; the median
+of all steps but the first two. The prediction is `plan/layer_costs.py`; on a device without measured speeds only the
+stages' shares are compared. One JSON line per configuration; the last line has the largest difference.
 
     torchrun --nproc-per-node 2 scripts/benchmark/stage_times.py            # two GPUs
     torchrun --nproc-per-node 2 scripts/benchmark/stage_times.py --tiny     # on the CPU: shares of a tiny model
