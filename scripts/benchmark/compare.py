@@ -164,6 +164,8 @@ def measure(
     """All programs on one task: the search for the bare loop's flags, then rounds in alternating order."""
     if task.lora_rank or task.mixed_lengths:
         against = [name for name in against if name in WITH_ADAPTERS]
+    if task.model_parallel > 1:
+        against = [name for name in against if AGAINST[name] == "megatron-core"]
     if task.no_bare_loop and any(AGAINST[name] == "megatron-core" for name in against):
         against = [name for name in against if AGAINST[name] != "megatron-core"]
         print(f"the bare loop is left out: it has no model with {task.no_bare_loop}", flush=True)
@@ -215,7 +217,7 @@ def search(
         print(f"flags of the bare loop, {name}: {line(short, result)}", flush=True)
         return result["error"] if "error" in result else statistics.median(result["step_seconds"])
 
-    candidates = changes(start, task.platform, task.world_size, task.seq_length, task.num_experts > 0)
+    candidates = changes(start, task)
     chosen = None if arguments.changes is None else arguments.changes.split(",")
     try:
         return fastest(start, [pair for pair in candidates if chosen is None or pair[0] in chosen], seconds_of)
@@ -243,6 +245,9 @@ def sizes(task: Task) -> str:
         width = f"{task.num_experts} experts of width {task.expert_width}, {task.experts_per_token} a token, {balance}"
         width += f", a shared expert of width {task.shared_expert_width}" if task.shared_expert_width else ""
         devices += f", expert parallelism {task.expert_parallel}"
+    split = {"tensor": task.tensor_parallel, "context": task.context_parallel, "pipeline": task.pipeline_parallel}
+    devices += "".join(f", {kind} parallelism {size}" for kind, size in split.items() if size > 1)
+    devices += f", {task.virtual_stages} chunks a stage" if task.virtual_stages > 1 else ""
     heads = f"{task.num_query_groups} key and value heads"
     sliding = task.hf_config.get("layer_types", []).count("sliding_attention")
     if sliding:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from comparison.task import Task
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -26,6 +28,10 @@ class Flags:
     """Overlap the reduction of gradients and the gathering of parameters with computation."""
     expert_fusion: bool = False
     """Transformer Engine's fused router and permutation."""
+    user_buffers: bool = False
+    """Hide tensor parallelism's communication behind products (tp_comm_overlap)."""
+    more_on_first_stage: int = 0
+    """Layers of the first of two pipeline stages beyond half of them."""
 
     def text(self) -> str:
         """In words."""
@@ -37,6 +43,8 @@ class Flags:
             *(["fused weight gradients"] if self.weight_gradient_fusion else []),
             *(["overlapped communication"] if self.overlap else []),
             *(["fused router and permutation"] if self.expert_fusion else []),
+            *(["user buffers"] if self.user_buffers else []),
+            *([f"{self.more_on_first_stage} layers more on the first stage"] if self.more_on_first_stage else []),
             *([] if self.collect_garbage else ["garbage collection off"]),
         ]
         return ", ".join(parts)
@@ -62,25 +70,28 @@ _LONGEST_LOCAL = 2048
 """Megatron-Core's local attention stores all scores: tokens of a sequence up to which its layers are worth a trial."""
 
 
-def changes(
-    start: Flags, platform: str, world_size: int, seq_length: int, experts: bool = False
-) -> list[tuple[str, dict[str, Any]]]:
+def changes(start: Flags, task: Task) -> list[tuple[str, dict[str, Any]]]:
     """(name, fields) of the single changes that a search from `start` tries, those that matter most first."""
     with_te = start.implementation == "transformer_engine"
     candidates: list[tuple[str, dict[str, Any]]] = [("native fused cross-entropy", {"cross_entropy": "native"})]
     if with_te:
         candidates.append(("Transformer Engine's cross-entropy", {"cross_entropy": "te"}))
-    if with_te and experts:
+    if with_te and task.num_experts:
         candidates.append(("fused router and permutation", {"expert_fusion": True}))
-    if world_size > 1:
+    if with_te and task.tensor_parallel > 1:
+        candidates.append(("user buffers", {"user_buffers": True}))
+    if task.pipeline_parallel == 2 and task.virtual_stages == 1:
+        counts = [count for count in (1, 2, 3) if count < task.num_layers // 2]
+        candidates += [(f"{count} more on the first stage", {"more_on_first_stage": count}) for count in counts]
+    if task.num_replicas * task.context_parallel > 1:
         candidates.append(("overlapped communication", {"overlap": True}))
     candidates.append(("garbage collection off", {"collect_garbage": False}))
     candidates.append(("unfused SwiGLU", {"swiglu_fusion": False}))
     if with_te:
         candidates.append(("unfused rotary embedding", {"rope_fusion": False}))
-    if platform == "cuda":
+    if task.platform == "cuda":
         candidates.append(("fused weight gradients", {"weight_gradient_fusion": not start.weight_gradient_fusion}))
-    if with_te and seq_length <= _LONGEST_LOCAL:
+    if with_te and task.seq_length <= _LONGEST_LOCAL:
         candidates.append(("local layers", {"implementation": "local", "rope_fusion": False}))
     return candidates
 

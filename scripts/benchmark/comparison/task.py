@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,8 +25,8 @@ FORCED_BALANCE = "moe_router_force_load_balancing"
 
 @dataclass(frozen=True)
 class Task:
-    """One training job on random tokens: a model of any Hugging Face family, all of it or an adapter, without model
-    parallelism but that of experts. Sizes are global."""
+    """One training job on random tokens: a model of any Hugging Face family, all of it or an adapter. Sizes are global.
+    Programs other than Megatron-Core's train without model parallelism."""
 
     config: str
     """Path of the run's YAML, which megatron-wrap trains."""
@@ -86,6 +87,14 @@ class Task:
     forced_balance: bool = False
     """Random logits choose the experts, where the program can do this."""
     expert_parallel: int = 1
+    tensor_parallel: int = 1
+    """Above 1 with sequence parallelism."""
+    context_parallel: int = 1
+    exchange: str | None = None
+    """Megatron-Core's cp_comm_type; None: the program's default."""
+    pipeline_parallel: int = 1
+    virtual_stages: int = 1
+    """Model chunks of each pipeline stage."""
     lora_rank: int = 0
     """Of adapters beside all linear layers, without dropout; 0: all weights are trained."""
     lora_alpha: float = 0.0
@@ -109,9 +118,19 @@ class Task:
         return torch.device(self.platform, int(os.environ.get("LOCAL_RANK", "0")) if self.platform == "cuda" else None)
 
     @property
+    def model_parallel(self) -> int:
+        """Processes that share a replica."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    @property
+    def num_replicas(self) -> int:
+        """Data parallelism."""
+        return self.world_size // self.model_parallel
+
+    @property
     def num_microbatches(self) -> int:
         """Of each replica in a step."""
-        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+        return self.global_batch_size // (self.micro_batch_size * self.num_replicas)
 
     @property
     def tokens_per_step(self) -> int:
@@ -162,13 +181,8 @@ def task_of(
         UnsupportedModel: no Hugging Face family can express the model.
     """
     arch, train, optim = config.arch, config.train, config.optimizer
-    _refuse_other_layouts(config)
-    per_round = train.micro_batch_size * world_size
-    if train.global_batch_size % per_round:
-        raise ConfigError(
-            f"{path}: global_batch_size {train.global_batch_size} is no multiple of micro_batch_size "
-            f"{train.micro_batch_size} on {world_size} devices; change one of them"
-        )
+    _refuse_other_settings(config)
+    layout = _layout(config, world_size, path)
     multiple = arch.make_vocab_size_divisible_by
     vocab_size = -(-(arch.vocab_size or 0) // multiple) * multiple
     return Task(
@@ -196,7 +210,7 @@ def task_of(
         world_size=world_size,
         warmup=warmup,
         steps=steps,
-        no_bare_loop=_not_in_the_bare_loop(config),
+        no_bare_loop=_not_in_the_bare_loop(config, platform),
         recompute=config.recompute.recompute_granularity == "full",
         qk_layernorm=arch.qk_layernorm,
         num_experts=arch.num_experts or 0,
@@ -205,13 +219,35 @@ def task_of(
         aux_loss_coeff=float(arch.moe_aux_loss_coeff) if arch.num_experts else 0.0,  # type: ignore[arg-type]
         router_dtype=arch.moe_router_dtype,
         forced_balance=bool(arch.upstream.get(FORCED_BALANCE)),
-        expert_parallel=config.parallel.expert_model_parallel_size,
+        **layout,
         lora_rank=config.adapter.r if config.adapter.adapter_type == "lora" else 0,
         lora_alpha=config.adapter.lora_alpha,
         mixed_lengths=config.flow.packing,
         **_of_the_family(config, vocab_size),
         **(_deepseek_fields(arch) if arch.multi_latent_attention else {}),
     )
+
+
+def _layout(config: RunConfig, world_size: int, path: str) -> dict[str, Any]:
+    """The fields of the parallel sizes, which must fit the devices and the batch."""
+    parallel, train = config.parallel, config.train
+    layout = {
+        "tensor_parallel": parallel.tensor_model_parallel_size,
+        "context_parallel": parallel.context_parallel_size,
+        "pipeline_parallel": parallel.pipeline_model_parallel_size,
+    }
+    shared = math.prod(layout.values())
+    if world_size % shared:
+        raise ConfigError(f"{path}: {shared} processes share the model, and there are {world_size}; change the layout")
+    replicas = world_size // shared
+    if train.global_batch_size % (train.micro_batch_size * replicas):
+        raise ConfigError(
+            f"{path}: global_batch_size {train.global_batch_size} is no multiple of micro_batch_size "
+            f"{train.micro_batch_size} on {replicas} replicas; change one of them"
+        )
+    chunks = derived.virtual_pipeline_size(config) or 1
+    experts = parallel.expert_model_parallel_size
+    return {**layout, "virtual_stages": chunks, "expert_parallel": experts, "exchange": parallel.cp_comm_type}
 
 
 def _of_the_family(config: RunConfig, vocab_size: int) -> dict[str, Any]:
@@ -242,7 +278,7 @@ def _deepseek_fields(arch: ArchConfig) -> dict[str, Any]:
     }
 
 
-def _not_in_the_bare_loop(config: RunConfig) -> str:
+def _not_in_the_bare_loop(config: RunConfig, platform: str) -> str:
     """It has an untied Llama, and Qwen3 and DeepSeek-V3 with experts in all layers, and recomputes nothing."""
     arch = config.arch
     expected: dict[str, Any] = {
@@ -274,14 +310,14 @@ def _not_in_the_bare_loop(config: RunConfig) -> str:
         expected |= {**deepseek, "moe_router_enable_expert_bias": True, "moe_shared_expert_gate": False}
     other = [f"{name} {getattr(arch, name)!r}" for name, value in expected.items() if getattr(arch, name) != value]
     other += ["recomputed activations"] if config.recompute.recompute_granularity else []
+    if platform == "cpu" and config.parallel.context_parallel_size > 1:
+        other.append("context parallelism without Transformer Engine")
     return ", ".join(other)
 
 
-def _refuse_other_layouts(config: RunConfig) -> None:
-    arch, parallel = config.arch, config.parallel
+def _refuse_other_settings(config: RunConfig) -> None:
+    arch = config.arch
     wrong = [f"{name} {getattr(arch, name)}" for name in ("hidden_dropout", "attention_dropout") if getattr(arch, name)]
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    wrong += [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name) != 1]
     if arch.vocab_size is None:
         wrong.append("vocab_size null")
     adapter, shared = vars(config.adapter), ("adapter_type", "r", "lora_alpha")
@@ -289,8 +325,8 @@ def _refuse_other_layouts(config: RunConfig) -> None:
     wrong += [f"adapter.{key} {adapter[key]!r}" for key in other]
     if wrong:
         raise ConfigError(
-            "the programs are compared without dropout, with data and expert parallelism alone, and with the same "
-            f"adapters, not with {', '.join(wrong)}; override these keys"
+            "the programs are compared without dropout and with the same adapters, not with "
+            f"{', '.join(wrong)}; override these keys"
         )
 
 

@@ -23,8 +23,14 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
         choose_platform("cpu").install()  # Megatron-Core does not run on a CPU without it
     _start(task)
     try:
+        if flags.user_buffers:
+            _start_user_buffers(task)
         return _train(task, flags)
     finally:
+        if flags.user_buffers:
+            from transformer_engine.pytorch.module.base import destroy_ub
+
+            destroy_ub()
         gc.enable()
         gc.unfreeze()
         from megatron.core import parallel_state
@@ -42,14 +48,35 @@ def _start(task: Task) -> None:
     if cuda:
         torch.cuda.set_device(task.device)
     torch.distributed.init_process_group("nccl" if cuda else "gloo", device_id=task.device if cuda else None)
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=task.expert_parallel)
+    parallel_state.initialize_model_parallel(
+        task.tensor_parallel,
+        task.pipeline_parallel,
+        task.virtual_stages if task.virtual_stages > 1 else None,
+        context_parallel_size=task.context_parallel,
+        expert_model_parallel_size=task.expert_parallel,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
-def _train(task: Task, flags: Flags) -> Outcome:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+def _start_user_buffers(task: Task) -> None:
+    """As Megatron-LM does it (megatron/training/initialize.py, _initialize_tp_communicators)."""
+    from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
 
-    model, optimizer = _build(task, flags)
+    tokens = task.seq_length * task.micro_batch_size // task.context_parallel
+    initialize_ub(
+        [tokens, task.hidden_size],
+        task.tensor_parallel,
+        quantization_modes=[UserBufferQuantizationMode.NONE],
+        bootstrap_backend="nccl",
+    )
+
+
+def _train(task: Task, flags: Flags) -> Outcome:
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    chunks, optimizer = _build(task, flags)
     positions = torch.arange(task.seq_length, device=task.device).expand(task.micro_batch_size, -1)
     mask = None
     if flags.implementation == "local":
@@ -58,8 +85,10 @@ def _train(task: Task, flags: Flags) -> Outcome:
 
     def forward_step(iterator: Iterator[torch.Tensor], module: torch.nn.Module) -> Any:
         tokens = next(iterator).to(task.device, non_blocking=True)
-        output = module(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
-        return output, _mean
+        rows = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "positions": positions}
+        if task.context_parallel > 1:
+            rows = get_batch_on_this_cp_rank(rows)
+        return module(rows["tokens"], rows["positions"], mask, labels=rows["labels"]), _mean
 
     step, clock, losses = get_forward_backward_func(), StepClock(task), []
     if not flags.collect_garbage:
@@ -67,12 +96,13 @@ def _train(task: Task, flags: Flags) -> Outcome:
         gc.freeze()
         gc.disable()
     for micro_batches in _steps(task):
-        model.zero_grad_buffer()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reported = step(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[model],
+            data_iterator=[iter(micro_batches) for _ in chunks] if len(chunks) > 1 else iter(micro_batches),
+            model=chunks,
             num_microbatches=task.num_microbatches,
             seq_length=task.seq_length,
             micro_batch_size=task.micro_batch_size,
@@ -80,8 +110,13 @@ def _train(task: Task, flags: Flags) -> Outcome:
         )
         optimizer.step()
         clock.step_ends()
-        losses.append(torch.stack([micro_batch["loss"] for micro_batch in reported]).mean())
-    outcome = Outcome(clock.measured_seconds(), [float(loss) for loss in losses], flags.text())
+        if reported:
+            losses.append(torch.stack([micro_batch["loss"] for micro_batch in reported]).mean())
+    shown = torch.stack(losses) if losses else torch.empty(task.warmup + task.steps, device=task.device)
+    if task.pipeline_parallel > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast(shown, last, parallel_state.get_pipeline_model_parallel_group())
+    outcome = Outcome(clock.measured_seconds(), shown.tolist(), flags.text())
     # fp32 shards of the distributed optimizer are views, whose graphs lead back to it where the collector cannot see
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         vars(part).clear()
@@ -95,38 +130,27 @@ def _mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def _steps(task: Task) -> list[tuple[torch.Tensor, ...]]:
     """For each step this replica's micro-batches, in memory that the GPU reads directly."""
-    rank = torch.distributed.get_rank()
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank()
     rows = torch.from_numpy(task.token_rows()).view(task.warmup + task.steps, task.global_batch_size, -1)
-    share = task.global_batch_size // task.world_size
+    share = task.global_batch_size // task.num_replicas
     replica_rows = rows[:, rank * share : (rank + 1) * share].contiguous()
     if task.platform == "cuda":
         replica_rows = replica_rows.pin_memory()
     return [step.split(task.micro_batch_size) for step in replica_rows]
 
 
-def _build(task: Task, flags: Flags) -> tuple[Any, Any]:
-    """Model in Megatron-Core's DDP, and optimizer."""
+def _build(task: Task, flags: Flags) -> tuple[list[Any], Any]:
+    """Model chunks in Megatron-Core's DDP, and optimizer."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.module import Float16Module
 
     config = _transformer_config(task, flags)
-    model: Any = GPTModel(
-        config=config,
-        transformer_layer_spec=_layers(task, flags),
-        vocab_size=task.vocab_size,
-        max_sequence_length=task.seq_length,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        rotary_base=int(task.rotary_base),
-    ).to(task.device)
-    if task.bf16:
-        model = Float16Module(config, model)
     distributed = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=task.world_size > 1 or task.platform == "cuda",
@@ -134,7 +158,10 @@ def _build(task: Task, flags: Flags) -> tuple[Any, Any]:
         overlap_param_gather=flags.overlap,
         bucket_size=40_000_000 if flags.overlap else None,
     )
-    model = DistributedDataParallel(config, distributed, model)
+    chunks = [
+        DistributedDataParallel(config, distributed, _model(task, flags, config, stage), disable_bucketing=stage > 0)
+        for stage in range(task.virtual_stages)
+    ]
     settings = OptimizerConfig(
         optimizer="adam",
         lr=task.lr,
@@ -148,12 +175,35 @@ def _build(task: Task, flags: Flags) -> tuple[Any, Any]:
         adam_eps=task.adam_eps,
         overlap_param_gather=flags.overlap,
     )
-    optimizer = get_megatron_optimizer(settings, [model])
+    optimizer = get_megatron_optimizer(settings, chunks)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if flags.overlap:
-        config.no_sync_func = model.no_sync
-    return model, optimizer
+        functions = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = functions if len(functions) > 1 else functions[0]
+    return chunks, optimizer
+
+
+def _model(task: Task, flags: Flags, config: Any, stage: int) -> Any:
+    """The chunk of a virtual stage."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    interleaved = {"ignore_virtual": False, "vp_stage": stage} if task.virtual_stages > 1 else {}
+    model: Any = GPTModel(
+        config=config,
+        transformer_layer_spec=_layers(task, flags),
+        vocab_size=task.vocab_size,
+        max_sequence_length=task.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**interleaved),
+        post_process=parallel_state.is_pipeline_last_stage(**interleaved),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=int(task.rotary_base),
+        vp_stage=stage if task.virtual_stages > 1 else None,
+    ).to(task.device)
+    return Float16Module(config, model) if task.bf16 else model
 
 
 def _layers(task: Task, flags: Flags) -> Any:
@@ -205,9 +255,32 @@ def _transformer_config(task: Task, flags: Flags) -> Any:
         cross_entropy_loss_fusion=flags.cross_entropy != "unfused",
         cross_entropy_fusion_impl="te" if flags.cross_entropy == "te" else "native",
         qk_layernorm=task.qk_layernorm,
+        **_split(task, flags),
         **_experts(task, flags),
         **_latent_attention(task),
     )
+
+
+def _split(task: Task, flags: Flags) -> dict[str, Any]:
+    """Tensor, context and pipeline parallelism, with Megatron-LM's defaults (megatron/training/arguments.py)."""
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": task.tensor_parallel,
+        "sequence_parallel": task.tensor_parallel > 1 and flags.implementation != "local",  # its norms do not have it
+        "tp_comm_overlap": flags.user_buffers,
+        "context_parallel_size": task.context_parallel,
+        "pipeline_model_parallel_size": task.pipeline_parallel,
+    }
+    if task.exchange is not None:
+        fields["cp_comm_type"] = task.exchange
+    if task.platform == "cuda" and task.pipeline_parallel > 1:
+        fields["deallocate_pipeline_outputs"] = True
+    if task.virtual_stages > 1:
+        fields["virtual_pipeline_model_parallel_size"] = task.virtual_stages
+        overlapped = task.platform == "cuda"
+        fields |= {"overlap_p2p_comm": overlapped, "batch_p2p_comm": not overlapped}
+    if flags.more_on_first_stage:
+        fields["num_layers_in_first_pipeline_stage"] = task.num_layers // 2 + flags.more_on_first_stage
+    return fields
 
 
 def _latent_attention(task: Task) -> dict[str, Any]:
