@@ -130,7 +130,13 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
             norm=_torch_norm(arch), core_attention=core_attention, normalization=arch.normalization, **arguments
         )
         if request.transformer_engine:
-            versions.use_te_linears(layer)
+            # hooks of a linear layer see its normalized input
+            versions.use_linears(layer, *versions.linear_layers(transformer_engine=True))
+        elif request.transformer_config.tp_comm_overlap:
+            from megatron_wrap.nn import hidden_communication as hidden
+
+            linears = hidden.GatheringColumnParallelLinear, hidden.ScatteringRowParallelLinear
+            versions.use_linears(layer, *linears, in_mlp=not with_experts)
     else:
         layer = versions.te_layer_spec(**arguments)
         layer.submodules.self_attention.submodules.core_attention = core_attention

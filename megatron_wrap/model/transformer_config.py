@@ -101,6 +101,9 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
         **same_named(config.parallel, config_class),
         "virtual_pipeline_model_parallel_size": virtual_size,
         "sequence_parallel": derived.sequence_parallel(config.parallel),
+        "tp_comm_overlap": config.parallel.tp_comm_overlap
+        and config.parallel.tensor_model_parallel_size > 1
+        and (training or not transformer_engine),  # user buffers belong to the trained model
         **({} if exchange is None else {"cp_comm_type": exchange.value}),
         "num_layers_in_first_pipeline_stage": config.parallel.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": config.parallel.decoder_last_pipeline_num_layers,

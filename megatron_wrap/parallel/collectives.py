@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -125,6 +126,64 @@ def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
+
+
+def gathering(share: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to gather the ranks' shares (same shape on each) along the first dimension; call the result to wait for
+    them. Without autograd."""
+    shares = share.contiguous()
+    whole = shares.new_empty((group.size() * shares.shape[0], *shares.shape[1:]))
+    work = dist.all_gather_into_tensor(whole, shares, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return whole
+
+    return wait
+
+
+def gather_product(share: Tensor, matrix: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The ranks' shares, gathered along the first dimension, and their product with a matrix. On a GPU each share is
+    multiplied while the next one is copied from its rank, by copy engines and without multicast, which torch takes
+    only for products whose input is not returned.
+
+    Args:
+        share: [S / ranks, ..., K], the same shape on each rank.
+        matrix: [K, N], of this rank.
+
+    Returns:
+        [S, ..., K] and [S, ..., N]; without autograd.
+    """
+    if share.is_cuda:
+        _load_symmetric_memory()
+        gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(share, [matrix], 0, group.group_name)
+        return gathered, products[0]
+    gathered = gathering(share, group)()
+    return gathered, gathered @ matrix
+
+
+def product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup) -> Tensor:
+    """A rank's share along the first dimension of the sum over ranks of their products. On a GPU each rank's share is
+    sent while the next one is computed.
+
+    Args:
+        rows: [S, ..., K], of this rank; the ranks divide S.
+        matrix: [K, N], of this rank.
+
+    Returns:
+        [S / ranks, ..., N]; without autograd.
+    """
+    if rows.is_cuda:
+        _load_symmetric_memory()
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(rows, matrix, "sum", 0, group.group_name)  # type: ignore[no-any-return]
+    products = rows @ matrix
+    share = products.new_empty((products.shape[0] // group.size(), *products.shape[1:]))
+    dist.reduce_scatter_tensor(share, products, group=group)
+    return share
+
+
+def _load_symmetric_memory() -> None:
+    importlib.import_module("torch.distributed._symmetric_memory")  # defines torch.ops.symm_mem
 
 
 def broadcast(tensor: Tensor, source_rank: int) -> None:

@@ -100,6 +100,8 @@ class LayoutCase:
     def overrides(self, seq_length: int) -> tuple[str, ...]:
         """The layout as overrides of a configuration with this `seq_length`."""
         values = [f"{PARALLEL}.sequence_parallel={str(self.sequence_parallel).lower()}"]
+        if self.tp > 1 and not self.sequence_parallel:
+            values.append(f"{PARALLEL}.tp_comm_overlap=false")  # it hides communication of sequence parallelism
         for axis, path in _SIZES.items():
             size = getattr(self, axis)
             values.append(f"{path}={'null' if _UNUSED_SIZES.get(axis) == size else size}")

@@ -28,7 +28,7 @@ def check_model(config: RunConfig) -> None:
     linear = [_check_linear_attention] if config.arch.experimental_attention_variant is not None else []
     ahead = [_check_multi_token_prediction] if config.arch.mtp_num_layers is not None else []
     checks = [_check_output, _check_attention, *latent, *linear, *ahead, _check_model, check_experts]
-    check_each(config, [*checks, _check_sharding, _check_head_exchange, _check_pipeline])
+    check_each(config, [*checks, _check_sharding, _check_hidden_communication, _check_head_exchange, _check_pipeline])
 
 
 def _check_output(config: RunConfig) -> None:
@@ -220,6 +220,14 @@ def _check_sharding(config: RunConfig) -> None:
                 f"{name} {count} is not divisible by tensor_model_parallel_size {tensor}; "
                 f"legal sizes for this model: {divisors(math.gcd(*split.values()))}",
             )
+
+
+def _check_hidden_communication(config: RunConfig) -> None:
+    parallel = config.parallel
+    split = parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(parallel)
+    if parallel.tp_comm_overlap and split:
+        rule = "true hides the communication of sequence parallelism; write sequence_parallel: null, or false here"
+        refuse(config, ["parallel.tp_comm_overlap", "parallel.sequence_parallel"], rule)
 
 
 def _check_head_exchange(config: RunConfig) -> None:

@@ -88,6 +88,8 @@ NEEDS = (
     Need("arch.moe_shared_expert_intermediate_size", "arch.num_experts"),
     Need("parallel.expert_model_parallel_size", "arch.num_experts"),
     Need("parallel.expert_tensor_parallel_size", "arch.num_experts"),
+    Need("parallel.tp_comm_overlap", "arch.multi_latent_attention", (False,)),
+    Need("parallel.tp_comm_overlap", "adapter.adapter_type", ("none",)),
     Need("parallel.sequence_parallel", "parallel.tensor_model_parallel_size", Range(above=1)),
     Need(
         "parallel.virtual_pipeline_model_parallel_size",

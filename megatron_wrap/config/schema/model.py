@@ -252,6 +252,10 @@ class ParallelConfig:
     """Tensor-parallel size inside experts; null: tensor_model_parallel_size."""
     sequence_parallel: bool | None = None
     """Split norms and dropouts over the sequence among the tensor-parallel processes; null: on if TP > 1."""
+    tp_comm_overlap: bool = False
+    """Hide the communication of tensor and sequence parallelism behind the products of linear layers: Transformer
+    Engine's by user buffers (samples of a fixed length; UB_SKIPMC=1 in the environment: without multicast), torch's by
+    symmetric memory, where processes of a node reach each other's memory. No effect without tensor parallelism."""
     num_layers_per_virtual_pipeline_stage: int | None = key(None, at_least=1)
     """Layers in each model chunk of an interleaved pipeline (VPP); null: one chunk a stage."""
     virtual_pipeline_model_parallel_size: int | None = key(None, at_least=1)

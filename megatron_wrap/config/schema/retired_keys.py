@@ -96,7 +96,7 @@ SET_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("pipeline_dtype", "autocast_dtype", "enable_autocast"), _DTYPE_RULE),
         **_set_as(_PARALLEL, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
         **_set_as(_PARALLEL, "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
-        **_set_as(_PARALLEL, "cp_comm_type"),
+        **_set_as(_PARALLEL, "cp_comm_type", "tp_comm_overlap"),
         **_set_as(_PARALLEL, "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
         **_set_as(_RECOMPUTE, *(field.name for field in fields(RecomputeConfig))),
         **_set_as(

@@ -36,6 +36,7 @@ from megatron_wrap.engine.setup.freeze import check_model_inputs, freeze_paramet
 from megatron_wrap.engine.setup.linear_cross_entropy import defers_logits
 from megatron_wrap.engine.setup.optimizer import build_lr_scheduler, build_optimizer
 from megatron_wrap.engine.setup.tied_gradients import with_tied_gradients
+from megatron_wrap.engine.setup.user_buffers import start_user_buffers
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
@@ -78,6 +79,8 @@ def build_training_state(
     model_config = transformer_config(config, platform, training)
     # a checkpoint of an adapter does not contain the base
     weight_folder = starting_weights(config) if from_hugging_face or derived.saves_adapter_alone(config) else None
+    if model_config.tp_comm_overlap and use_transformer_engine(config, platform):
+        start_user_buffers(config, model_config)
     deferred = defers_logits(config, platform, parallel, vocab_size)
     bare = build_chunks(
         config, platform, parallel, model_config, vocab_size, weight_folder=weight_folder, defer_logits=deferred

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,6 +62,7 @@ class CudaPlatform(Platform):
             os.environ.setdefault(name, value)
         torch.cuda.set_device(self.device)
         replacements.callback(forget_scales)
+        replacements.callback(_free_user_buffers)
         with repairs.quiet_import():
             adam.use_in_megatron(replacements)
         repairs.repair(replacements)
@@ -114,3 +116,10 @@ class CudaPlatform(Platform):
                 # Megatron-LM forbids.
                 settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
         return settings
+
+
+def _free_user_buffers() -> None:
+    """End Transformer Engine's user buffers, which it keeps for the rest of the process."""
+    modules = sys.modules.get("transformer_engine.pytorch.module.base")
+    if getattr(modules, "_ub_communicators", None) is not None:
+        modules.destroy_ub()  # type: ignore[union-attr]

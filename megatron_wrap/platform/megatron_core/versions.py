@@ -175,12 +175,16 @@ def use_attention(layer: Any, attention: Any, norm: Any) -> None:
     }
 
 
-def use_te_linears(layer: Any) -> None:
-    """Build the linear layers of a local layer spec without experts as Transformer Engine's. Norms stay modules of
-    their own, so hooks of a linear layer see its normalized input."""
-    column, row = linear_layers(transformer_engine=True)
+def use_linears(layer: Any, column: type, row: type, in_mlp: bool = True) -> None:
+    """Build the linear layers of a local layer spec as other classes; norms stay modules of their own.
+
+    Args:
+        column, row: take the place of ColumnParallelLinear and RowParallelLinear.
+        in_mlp: in the MLP, too, which must not have experts then.
+    """
     replaced = {"ColumnParallelLinear": column, "RowParallelLinear": row}
-    for part in (layer.submodules.self_attention.submodules, _mlp_submodules(layer)):
+    parts = [layer.submodules.self_attention.submodules, *([_mlp_submodules(layer)] if in_mlp else [])]
+    for part in parts:
         for name, module in vars(part).items():
             if (name_of := getattr(module, "__name__", "")) in replaced:
                 setattr(part, name, replaced[name_of])

@@ -1,0 +1,45 @@
+"""Transformer Engine's user buffers: memory that the GPUs of a tensor-parallel group write to directly, so that its
+layers hide communication behind their products."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+_KEY = "megatron_lm.model.parallel.tp_comm_overlap"
+
+
+def start_user_buffers(config: RunConfig, model_config: TransformerConfig) -> None:
+    """Allocate the buffers of a model of Transformer Engine's layers with `tp_comm_overlap`, before its first pass
+    (collective over all processes). They hold one micro-batch, as in Megatron-LM (megatron/training/initialize.py), and
+    belong to the process: `Platform.uninstall` ends them.
+
+    Raises:
+        ConfigError: micro-batches differ in size, or the GPUs here have no multicast and UB_SKIPMC is not set.
+    """
+    if config.flow.collate_type != "fixed_length" or config.flow.packing:
+        raise ConfigError(
+            f"{_KEY}: the user buffers of Transformer Engine hold micro-batches of one size, and samples differ in "
+            "length; write collate_type: fixed_length without packing, transformer_impl: torch, or false"
+        )
+    from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
+
+    tokens = config.train.seq_length * config.train.micro_batch_size // config.parallel.context_parallel_size
+    mode = UserBufferQuantizationMode.FP8 if model_config.fp8 else UserBufferQuantizationMode.NONE
+    try:
+        initialize_ub(
+            [tokens, config.arch.hidden_size],
+            config.parallel.tensor_model_parallel_size,
+            quantization_modes=[mode],
+            dtype=model_config.params_dtype if not model_config.fp8 else torch.bfloat16,
+            bootstrap_backend=model_config.tp_comm_bootstrap_backend,
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"{_KEY}: Transformer Engine has no user buffers here: {error}; or write false") from error

@@ -1,0 +1,89 @@
+"""Linear layers of tensor and sequence parallelism whose communication is hidden behind their own products: the input
+is multiplied piece by piece as it arrives, and the output sent piece by piece (arXiv:2105.05720, section 2). Names,
+weights and checkpoints are those of Megatron-Core's layers, of which these are subclasses. This module imports
+Megatron-Core, so call `Platform.install` first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
+from megatron_wrap.parallel.collectives import gather_product, gathering, product_scatter
+
+
+class GatheringColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """Megatron-Core's layer; of sequence-parallel input each piece is multiplied while the next one arrives."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not kwargs["sequence_parallel"]:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        product = _GatheredProduct.apply(input, weight, kwargs["gradient_accumulation_fusion"], kwargs["tp_group"])
+        return product if kwargs["bias"] is None else product + kwargs["bias"]
+
+
+class ScatteringRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """Megatron-Core's layer; each piece of a sequence-parallel output is sent while the next one is computed."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[S, B, in / tp] to [S / tp, B, out], and the bias if the caller adds it."""
+        if not self.sequence_parallel or self.tp_group.size() == 1 or self.explicit_expert_comm:
+            return super().forward(input_)
+        output = _ScatteredProduct.apply(input_, self.weight, self.gradient_accumulation_fusion, self.tp_group)
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias, None
+
+
+class _GatheredProduct(torch.autograd.Function):
+    """[S / tp, B, in] times weight^T [in, out / tp]: [S, B, out / tp]. The backward pass gathers the input again, while
+    it multiplies with the weight, instead of keeping tp times as much."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, weight: Tensor, accumulates: bool, group: Any) -> Tensor:
+        ctx.save_for_backward(share, weight)
+        ctx.accumulates, ctx.group = accumulates, group
+        return gather_product(share, weight.t(), group)[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        share, weight = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        for_share, for_weight = ctx.needs_input_grad[:2]
+        inputs = gathering(share, ctx.group) if for_weight else None
+        of_share = product_scatter(grad, weight, ctx.group) if for_share else None
+        of_weight = None if inputs is None else _weight_gradient(inputs(), grad, weight, ctx.accumulates)
+        return of_share, of_weight, None, None
+
+
+class _ScatteredProduct(torch.autograd.Function):
+    """[S, B, in / tp] times weight^T [in / tp, out], summed over ranks: [S / tp, B, out]."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, accumulates: bool, group: Any) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.accumulates, ctx.group = accumulates, group
+        return product_scatter(inputs, weight.t(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        inputs, weight = ctx.saved_tensors
+        grad, of_inputs = gather_product(grads[0].contiguous(), weight, ctx.group)
+        of_weight = _weight_gradient(inputs, grad, weight, ctx.accumulates) if ctx.needs_input_grad[1] else None
+        return of_inputs, of_weight, None, None
+
+
+def _weight_gradient(inputs: Tensor, grad: Tensor, weight: Any, accumulates: bool) -> Tensor | None:
+    """grad^T inputs [out, in], or, where it was added to `main_grad`, what Megatron-Core's layers return then
+    (tensor_parallel/layers.py): memory for the hook that counts gradients."""
+    main_grad = getattr(weight, "main_grad", None) if accumulates else None
+    if main_grad is None:
+        return grad.flatten(0, -2).t() @ inputs.flatten(0, -2)
+    WeightGradients.add(inputs, grad, main_grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
