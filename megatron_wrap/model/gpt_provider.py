@@ -133,7 +133,7 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
             # hooks of a linear layer see its normalized input
             versions.use_linears(layer, *versions.linear_layers(transformer_engine=True))
         elif request.transformer_config.tp_comm_overlap:
-            from megatron_wrap.nn import hidden_communication as hidden
+            from megatron_wrap.nn.linear_layers import hidden_communication as hidden
 
             linears = hidden.GatheringColumnParallelLinear, hidden.ScatteringRowParallelLinear
             versions.use_linears(layer, *linears, in_mlp=not with_experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ def test_all_programs_get_the_run_and_one_formula() -> None:
     assert task.tflops(2.0) == pytest.approx(flops / 2.0 / 2 / 1e12)
 
 
+def test_processes_that_share_a_replica_take_its_micro_batches() -> None:
+    parallel = "megatron_lm.model.parallel."
+    sizes = (f"{parallel}tensor_model_parallel_size=2", f"{parallel}pipeline_model_parallel_size=2")
+    task = _task(*sizes, world_size=8)
+    assert (task.model_parallel, task.num_replicas, task.num_microbatches) == (4, 2, 4)
+
+
 def test_an_adapter_and_packed_samples_of_mixed_lengths() -> None:
     from comparison.presets import PRESETS
 
@@ -64,8 +72,8 @@ def test_tokens_are_the_same_for_each_program_and_skewed() -> None:
     [
         (["megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter.bias=all"], 1, "adapter.bias 'all'"),
         (["megatron_lm.model.arch.hidden_dropout=0.1"], 1, "hidden_dropout 0.1"),
-        (["megatron_lm.model.parallel.context_parallel_size=2"], 2, "context_parallel_size 2"),
-        (["megatron_lm.train.common.micro_batch_size=8"], 4, "16 is no multiple of micro_batch_size 8 on 4 devices"),
+        (["megatron_lm.model.parallel.context_parallel_size=2"], 3, "2 processes share the model, and there are 3"),
+        (["megatron_lm.train.common.micro_batch_size=8"], 4, "16 is no multiple of micro_batch_size 8 on 4 replicas"),
     ],
 )
 def test_a_run_that_the_programs_do_not_share_is_refused(overrides: list[str], world_size: int, named: str) -> None:
@@ -87,7 +95,8 @@ def test_the_search_keeps_what_is_faster_and_records_the_rest() -> None:
         )
 
     start = Flags("transformer_engine", rope_fusion=True)
-    best, records = fastest(start, changes(start, "cuda", 2, 2048), seconds_of)
+    task = dataclasses.replace(_task("megatron_lm.train.common.seq_length=2048", world_size=2), platform="cuda")
+    best, records = fastest(start, changes(start, task), seconds_of)
     assert best == Flags("transformer_engine", cross_entropy="te", rope_fusion=True)
     assert records[0]["step_seconds"] == 2.0
     assert [record["change"] for record in records if "error" in record] == ["local layers"]

@@ -20,7 +20,7 @@ from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.fp8_parameters import in_high_precision
 from megatron_wrap.model.initial_weights import global_names, is_expert
-from megatron_wrap.nn.quantized_weights import quantized_of
+from megatron_wrap.nn.linear_layers.quantized_weights import quantized_of
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ def check_run(config: RunConfig) -> None:
 def check_values(config: RunConfig) -> None:
     """The part of `check_run` that checks values alone and does not access the disk."""
     _check_ranges(config)  # the others compute with the values
-    check_each(config, (check_needs, check_model, check_training, _check_platform, _check_slurm))
+    check_each(config, (check_needs, check_model, check_training, _check_graphs, _check_platform, _check_slurm))
 
 
 def check_layout(config: RunConfig, world_size: int) -> int:
@@ -106,6 +106,26 @@ def _check_interleaving(config: RunConfig, data_parallel: int, global_batch_size
             f"{neighbours(global_batch_size, unit)}",
             LayoutError,
         )
+
+
+def _check_graphs(config: RunConfig) -> None:
+    """CUDA graphs of layers have constant shapes, and random states that no checkpoint holds. Those of other
+    implementations are captured by Megatron-LM's loop, and would be missing here without a word."""
+    upstream, train = config.arch.upstream, config.train
+    implementation = upstream.get("cuda_graph_impl", "none")
+    if implementation not in ("none", "local"):
+        refuse(config, ["arch.cuda_graph_impl"], f"{implementation} is captured by Megatron-LM's loop; write local")
+    if upstream.get("external_cuda_graph"):
+        refuse(config, ["arch.external_cuda_graph"], "is captured by Megatron-LM's loop; write cuda_graph_impl: local")
+    if not derived.captures_graphs(config.arch):
+        return
+    keys = [f"arch.{name}" for name in ("cuda_graph_impl", "enable_cuda_graph") if name in upstream]
+    if derived.varies_in_length(config):
+        rule = "CUDA graphs need micro-batches of one shape; write collate_type: fixed_length without packing, or none"
+        refuse(config, [*keys, "flow.flow_key"], rule)
+    if train.save is not None and not train.no_save_rng:
+        rule = "the random states of CUDA graphs cannot be saved; write no_save_rng: true, save: null, or none here"
+        refuse(config, [*keys, "train.no_save_rng"], rule)
 
 
 def _check_platform(config: RunConfig) -> None:

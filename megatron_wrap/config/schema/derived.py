@@ -439,3 +439,15 @@ def tensorboard_dir(config: RunConfig) -> str | None:
 def optimizer_settings(optimizer: OptimConfig) -> dict[str, Any]:
     """Fields of Megatron-Core's OptimizerConfig that the user sets and a platform may lack."""
     return {**optimizer.upstream, "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer}
+
+
+def captures_graphs(arch: ArchConfig) -> bool:
+    """Whether Megatron-Core's layers are recorded as CUDA graphs in the first step, and replayed afterwards."""
+    return arch.upstream.get("cuda_graph_impl") == "local" or bool(arch.upstream.get("enable_cuda_graph"))
+
+
+def varies_in_length(config: RunConfig) -> bool:
+    """Whether micro-batches differ in shape: packed ones, and those that a shipped flow pads to their longest sample.
+    Of another flow it is not known, and the answer is no."""
+    padded = config.flow.flow_key.startswith("gpt_") and not is_indexed(config.data)
+    return config.flow.packing or (padded and config.flow.options.get("collate_type") != "fixed_length")

@@ -151,7 +151,7 @@ def quantize_base(chunk: torch.nn.Module, config: RunConfig) -> None:
     """Keep the weights of the decoder's linear layers quantized (`adapter.base_weights`), in a bare model chunk that
     was built within `weights_without_memory`; their values are to be written. Experts on grouped products, embeddings
     and the output layer stay as they are."""
-    from megatron_wrap.nn.quantized_weights import allocate, keep_quantized
+    from megatron_wrap.nn.linear_layers.quantized_weights import allocate, keep_quantized
 
     kind = config.adapter.base_weights
     assert kind != "bf16"

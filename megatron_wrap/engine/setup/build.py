@@ -70,7 +70,7 @@ def build_training_state(
         from_hugging_face: False ignores hf_path and adapter.path, for a caller that loads a checkpoint.
         training: False builds only the model, without gradient buffers and optimizer.
     """
-    seed_everything(config.train.seed, parallel)
+    seed_everything(config.train.seed, parallel, derived.captures_graphs(config.arch))
     vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     flow = build_flow(config, tokenizer, vocab_size, parallel)
     prepare_sample = sample_preparation(flow, config) if training else flow.prepare_sample
@@ -79,8 +79,7 @@ def build_training_state(
     model_config = transformer_config(config, platform, training)
     # a checkpoint of an adapter does not contain the base
     weight_folder = starting_weights(config) if from_hugging_face or derived.saves_adapter_alone(config) else None
-    if model_config.tp_comm_overlap and use_transformer_engine(config, platform):
-        start_user_buffers(config, model_config)
+    start_user_buffers(config, platform, model_config)
     deferred = defers_logits(config, platform, parallel, vocab_size)
     bare = build_chunks(
         config, platform, parallel, model_config, vocab_size, weight_folder=weight_folder, defer_logits=deferred
@@ -196,16 +195,21 @@ def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int
     return model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
 
 
-def seed_everything(seed: int, parallel: ParallelState) -> None:
+def seed_everything(seed: int, parallel: ParallelState, in_graphs: bool = False) -> None:
     """Seed Python, numpy, torch and Megatron-Core's tensor-parallel generators, each pipeline stage differently, as in
-    Megatron-LM (megatron/training/initialize.py)."""
+    Megatron-LM (megatron/training/initialize.py).
+
+    Args:
+        in_graphs: CUDA graphs draw from Megatron-Core's generators, which must be of another kind then.
+    """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     stage_seed = seed + 100 * parallel.pp.rank
     random.seed(stage_seed)
     numpy.random.seed(stage_seed)
     torch.manual_seed(stage_seed)
-    model_parallel_cuda_manual_seed(stage_seed)
+    kind = {"use_cudagraphable_rng": True, "force_reset_rng": True} if in_graphs else {}
+    model_parallel_cuda_manual_seed(stage_seed, **kind)
 
 
 def build_chunks(
@@ -266,7 +270,7 @@ def _built(config: RunConfig, provider: Callable[[ModelRequest], torch.nn.Module
     """A new chunk; with `adapter.base_weights` its linear layers have no values yet, and keep them quantized."""
     if config.adapter.base_weights == "bf16":
         return provider(request)
-    from megatron_wrap.nn.quantized_weights import weights_without_memory
+    from megatron_wrap.nn.linear_layers.quantized_weights import weights_without_memory
 
     with weights_without_memory():
         chunk = provider(request)

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.model.transformer_config import use_transformer_engine
+from megatron_wrap.platform.base.platform import Platform
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -16,15 +19,17 @@ if TYPE_CHECKING:
 _KEY = "megatron_lm.model.parallel.tp_comm_overlap"
 
 
-def start_user_buffers(config: RunConfig, model_config: TransformerConfig) -> None:
+def start_user_buffers(config: RunConfig, platform: Platform, model_config: TransformerConfig) -> None:
     """Allocate the buffers of a model of Transformer Engine's layers with `tp_comm_overlap`, before its first pass
-    (collective over all processes). They hold one micro-batch, as in Megatron-LM (megatron/training/initialize.py), and
-    belong to the process: `Platform.uninstall` ends them.
+    (collective over all processes); nothing for other models. They hold one micro-batch, as in Megatron-LM
+    (megatron/training/initialize.py), and belong to the process: `Platform.uninstall` ends them.
 
     Raises:
         ConfigError: micro-batches differ in size, or the GPUs here have no multicast and UB_SKIPMC is not set.
     """
-    if config.flow.collate_type != "fixed_length" or config.flow.packing:
+    if not (model_config.tp_comm_overlap and use_transformer_engine(config, platform)):
+        return
+    if derived.varies_in_length(config):
         raise ConfigError(
             f"{_KEY}: the user buffers of Transformer Engine hold micro-batches of one size, and samples differ in "
             "length; write collate_type: fixed_length without packing, transformer_impl: torch, or false"

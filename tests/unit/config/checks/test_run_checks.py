@@ -486,6 +486,26 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
             ["init.platform=cpu", "arch.num_experts=4", "arch.moe_token_dispatcher_type=flex"],
             "moe_token_dispatcher_type flex needs megatron_wrap.init.platform auto or cuda, which is cpu",
         ),
+        (
+            ["arch.cuda_graph_impl=transformer_engine"],
+            "transformer_engine is captured by Megatron-LM's loop; write local",
+        ),
+        (
+            ["arch.cuda_graph_impl=local", "flow.__select__=gpt_sft", "arch.vocab_size=60"],
+            "CUDA graphs need micro-batches of one shape; write collate_type: fixed_length without packing, or none",
+        ),
+        (
+            ["arch.cuda_graph_impl=local", "flow.__select__=minimal_mock", "train.save=folder"],
+            "the random states of CUDA graphs cannot be saved; write no_save_rng: true, save: null, or none here",
+        ),
+        (
+            [
+                "parallel.tensor_model_parallel_size=2",
+                "parallel.sequence_parallel=false",
+                "parallel.tp_comm_overlap=true",
+            ],
+            "true hides the communication of sequence parallelism; write sequence_parallel: null, or false here",
+        ),
         (["init.platform=cpu", "arch.cuda_graph_impl=local"], "local does not work on platform cpu; write none"),
         (
             ["flow.__select__=gpt_sft", "data.__select__=mock"],

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from megatron_wrap.nn.quantized_weights import QuantizedWeight, keep_quantized, quantized_of
+from megatron_wrap.nn.linear_layers.quantized_weights import QuantizedWeight, keep_quantized, quantized_of
 
 OF_BITSANDBYTES = Path(__file__).with_name("nf4_of_bitsandbytes_0_50_2.npz")
 """quantize_4bit(matrix, blocksize=64, compress_statistics=True, quant_type="nf4") on a CPU: `packed`, and `scales`, the

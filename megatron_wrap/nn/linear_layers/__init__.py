@@ -1,0 +1,1 @@
+"""Linear layers: communication hidden behind their products, and quantized weights."""
