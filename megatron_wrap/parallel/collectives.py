@@ -100,6 +100,8 @@ def all_reduce_values(values: list[float], group: ProcessGroup, device: torch.de
 
 def broadcast_object(value: Any, source_rank: int, group: ProcessGroup | None = None) -> Any:
     """Broadcast a picklable object from global rank `source_rank` to every rank of `group` (default: the world)."""
+    if dist.get_world_size(group) == 1:  # a collective would create NCCL's communicator
+        return value
     objects = [value]
     dist.broadcast_object_list(objects, src=source_rank, group=group)
     return objects[0]

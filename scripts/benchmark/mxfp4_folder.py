@@ -4,8 +4,8 @@
 
 Writes a folder with random blocks and scales where there is none (13 GiB; /dev/shm measures no disk), then each way
 loads it in a process of its own: bf16 weights on the device, imports and the start of CUDA not counted. With
-`--phases` the parts of our load are printed; those of its threads are sums over the threads. The last line has the
-seconds, and whether the dequantized experts of the first layer are the same bit for bit."""
+`--phases` the parts of our load are printed, each without the parts within it; those of its threads are sums over the
+threads. The last line has the seconds, and whether the first layer's dequantized experts are the same bit for bit."""
 
 import argparse
 import contextlib
@@ -37,6 +37,11 @@ TINY = ("num_layers=2", "hidden_size=64", "ffn_hidden_size=32", "num_attention_h
 DENSE = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 COMPARED = "model.layers.0.mlp.experts.down_proj"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OURS = (
+    *("transformer_engine.pytorch", "megatron.core.extensions.transformer_engine"),
+    *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.gpt", "megatron_wrap.model.gpt_provider"),
+)
+"""What setup_model would import after `initialize`; the modules of transformers' model are imported as well."""
 OVERRIDES = ("megatron_lm.train.dtype.__select__=bf16", f"megatron_wrap.init.platform={DEVICE}")
 
 
@@ -69,42 +74,64 @@ def make(folder: Path, tiny: bool) -> None:
 
 
 class Phases:
-    """Seconds in functions of ours, summed over threads."""
+    """Seconds in functions of ours, without those in functions that they call and that are listed, too; of threads,
+    their sum."""
 
     FUNCTIONS = {
-        "build the model": ("engine.setup.build", "_built"),
-        "load its weights": ("engine.setup.build", "load_weights"),
-        "threads: read bytes": ("bridge.loading.device_reader", "_read_into"),
-        "threads: read and dequantize": ("bridge.loading.weight_folder", "dequantized"),
-        "wait for the device": ("bridge.loading.device_reader", "DeviceReader.finish"),
-        "warnings about weights that are not read": ("core.run", "weights_left_out"),
+        "imports": ("builtins", "__import__"),
+        "imports by name": ("importlib", "import_module"),
+        "split of the layers": ("megatron_wrap.plan.pipeline_split", "with_split"),
+        "objects from rank 0": ("megatron_wrap.parallel.agreement", "broadcast_object"),
+        "settings of the model": ("megatron_wrap.engine.setup.build", "transformer_config"),
+        "headers of the folder": ("megatron_wrap.engine.setup.build", "starting_weights"),
+        "build the model": ("megatron_wrap.engine.setup.build", "_built"),
+        "load its weights": ("megatron_wrap.engine.setup.build", "load_weights"),
+        "rest of build_chunks": ("megatron_wrap.engine.setup.build", "build_chunks"),
+        "rest of build_training_state": ("megatron_wrap.core.run", "build_training_state"),
+        "describe the model": ("megatron_wrap.core.run", "describe_model"),
+        "read bytes": ("megatron_wrap.bridge.loading.device_reader", "_read_into"),
+        "read and dequantize": ("megatron_wrap.bridge.loading.weight_folder", "dequantized"),
+        "wait for the device": ("megatron_wrap.bridge.loading.device_reader", "DeviceReader.finish"),
+        "warnings about weights that are not read": ("megatron_wrap.core.run", "weights_left_out"),
     }
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        """By phase; those of other threads than the one that measures have the prefix "threads: "."""
         self._lock = threading.Lock()
+        self._inner = threading.local()
+        self._thread = threading.current_thread()
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure within the block."""
+        """Measure within the block; what is in no function of the list is "other"."""
         with contextlib.ExitStack() as stack:
             for label, (module, name) in self.FUNCTIONS.items():
                 *owner, function = name.split(".")
-                target: Any = importlib.import_module(f"megatron_wrap.{module}")
+                target: Any = importlib.import_module(module)
                 for part in owner:
                     target = getattr(target, part)
                 timed = self._timed(label, getattr(target, function))
                 stack.enter_context(mock.patch.object(target, function, timed))
+            started = time.perf_counter()
             yield
+            total = time.perf_counter() - started
+        named = sum(of_phase for label, of_phase in self.seconds.items() if not label.startswith("threads: "))
+        self.seconds["other"] = total - named
 
     def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
+            outer = getattr(self._inner, "seconds", 0.0)
+            self._inner.seconds = 0.0  # of the listed functions that this call calls
             started = time.perf_counter()
             try:
                 return function(*arguments, **named)
             finally:
+                elapsed = time.perf_counter() - started
+                is_caller = threading.current_thread() is self._thread
                 with self._lock:
-                    self.seconds[label] += time.perf_counter() - started
+                    self.seconds[label if is_caller else f"threads: {label}"] += elapsed - self._inner.seconds
+                self._inner.seconds = outer + elapsed
 
         return timed
 
@@ -112,12 +139,15 @@ class Phases:
 def load_ours(folder: Path, with_phases: bool) -> tuple[float, torch.Tensor]:
     """Seconds, and the compared tensor."""
     importlib.import_module("megatron_wrap.core.run")
-    phases = Phases()
     with MegatronWrap.from_pretrained(str(folder), CONFIG, list(OVERRIDES)) as wrap:
         wrap.initialize()
+        for module in OURS:
+            with contextlib.suppress(ImportError, OSError, RuntimeError):  # none, or one for another CUDA
+                importlib.import_module(module)
+        phases = Phases()
         with phases.measured() if with_phases else contextlib.nullcontext():
             seconds = _timed(wrap.setup_model)
-        for label, of_phase in phases.seconds.items():
+        for label, of_phase in sorted(phases.seconds.items(), key=lambda phase: -phase[1]):
             print(f"PHASE {label}: {of_phase:.2f} s")
         return seconds, next(tensor for name, tensor in wrap.export_weights() if name == COMPARED)
 
