@@ -167,8 +167,8 @@ def _backward_kernel(
             result = weights * (outer - tl.sum(outer * weights, axis=1)[:, None])
     if balances:
         token = tl.program_id(0) * rows + tl.arange(0, rows)
-        place = token[:, None].to(tl.int64) * grad_scores_row + number * grad_scores_column
-        inner = tl.load(grad_scores + place, mask=inside, other=0.0).to(tl.float32)
+        position = token[:, None].to(tl.int64) * grad_scores_row + number * grad_scores_column
+        inner = tl.load(grad_scores + position, mask=inside, other=0.0).to(tl.float32)
         if sigmoid:
             total = tl.sum(scores, axis=1) + 1e-20
             mean = tl.sum(inner * scores, axis=1) / total
