@@ -1,5 +1,5 @@
 """Attention over sequences that context-parallel ranks share, with keys and values that pass around a ring
-(arXiv:2310.01889; `cp_comm_type: p2p`), hidden behind the attention to those that a rank has at the moment.
+(arXiv:2310.01889; `cp_comm_type: p2p`) during the attention to those that a rank has at the moment.
 
 Rank r has chunks r and 2 * cp - 1 - r of each sequence (`parallel/context.py`). In step i it attends to the keys of
 rank j = r - i (modulo cp), of which a causal mask leaves one of three shapes:
@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_wrap.errors import LayoutError
 from megatron_wrap.nn.attention_backend import kernel_with_logsumexp
 from megatron_wrap.nn.kernels.attention_sinks import has_flash_kernel
-from megatron_wrap.nn.kernels.flash_attention import flash_attention, merge_
+from megatron_wrap.nn.kernels.flash_attention import FlashKernel, flash_attention, merge_
 from megatron_wrap.parallel.collectives import start_ring_transfer
 
 _ALL = slice(None)
@@ -122,7 +122,7 @@ class _Ring(NamedTuple):
         earlier = step <= rank
         return (_ALL, slice(0, length // 2)) if earlier else (slice(length // 2, None), _ALL)
 
-    def _kernel(self, step: int, query: Tensor, key: Tensor, value: Tensor) -> Any:
+    def _kernel(self, step: int, query: Tensor, key: Tensor, value: Tensor) -> FlashKernel:
         return kernel_with_logsumexp(query, key, value, self.scale, self.causal and step == 0)
 
     def _blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Layouts of two GPUs beside one GPU and the bare loop: tokens/s per GPU of the 1.5B Llama under data, tensor, context and
-# pipeline parallelism, and of experts under expert parallelism. In at most 300 s, or LIMIT (tiny: 1,800); PARTS="tp cp8k" runs these alone.
+# pipeline parallelism, and of experts under expert parallelism. In at most 300 s, or LIMIT (tiny: 1,800); PARTS="tp cp-8192" runs these alone.
 #   bash scripts/benchmark/gpu_two.sh [1b|tiny]      (tiny: the same commands on two CPU processes)
 # Lines with a result are printed as they come and kept in $OUT (default outputs/gpu-two), with the logs.
 set -u
@@ -19,15 +19,16 @@ source "$here/gpu_parts.sh"
 arch=megatron_lm.model.arch parallel=megatron_lm.model.parallel common=megatron_lm.train.common
 if [ "$size" = 1b ]; then
   dense=1.5b-4096 experts=moe-30b-a3b-layers-balanced long=1.5b-32768 platform=() lengths=(8192 32768)
-  stages=2 many=(--steps 4 --warmup 2)
+  many=(--steps 4 --warmup 2)
   engine=transformer_engine
 else
   dense=tiny experts=tiny-moe long=tiny platform=(--platform cpu) lengths=(256 512)
-  stages=1 many=(--steps 2 --warmup 1)
+  many=(--steps 2 --warmup 1)
   engine=torch
 fi
 step=$common.global_batch_size micro=$common.micro_batch_size tp=$parallel.tensor_model_parallel_size
 torch=$arch.transformer_impl=torch hidden=$parallel.tp_comm_overlap=true graphs=$arch.cuda_graph_impl
+virtual=$parallel.virtual_pipeline_model_parallel_size=2
 best="Transformer Engine's cross-entropy"
 
 compare() {  # NAME SECONDS PRESET DEVICES [options or a.b=c ...]
@@ -60,8 +61,7 @@ for length in "${lengths[@]}"; do
   variants=()
   for exchange in p2p all_gather a2a; do
     kind=$parallel.cp_comm_type=$exchange
-    [ "$size" = tiny ] && [ $exchange = p2p ] || variants+=(--variant "ours-$exchange: $kind")
-    variants+=(--variant "ours-torch-$exchange: $torch $kind")
+    variants+=(--variant "ours-$exchange: $kind" --variant "ours-torch-$exchange: $torch $kind")
   done
   compare cp-$length 80 $long 2 "${tokens[@]}" $step=$count $parallel.context_parallel_size=2 --against bare-best \
     --changes "$best" "${variants[@]}"
@@ -71,8 +71,8 @@ for count in 8 16; do
   compare pp-$count 60 $dense 2 $step=$((4 * count)) $micro=4 $parallel.pipeline_model_parallel_size=2 \
     --against bare,bare-best --changes "$best,1 more on the first stage,2 more on the first stage" \
     --variant "ours-even: $parallel.pipeline_split=even" \
-    --variant "ours-virtual: $parallel.virtual_pipeline_model_parallel_size=$stages" \
-    --variant "ours-virtual-even: $parallel.virtual_pipeline_model_parallel_size=$stages $parallel.pipeline_split=even"
+    --variant "ours-virtual: $virtual" \
+    --variant "ours-virtual-even: $virtual $parallel.pipeline_split=even"
 done
 balance=$arch.num_layers=12; [ "$size" = 1b ] || balance=$arch.num_layers=2
 compare ep 75 $experts 2 $balance $parallel.expert_model_parallel_size=2 --against bare-best \

@@ -125,7 +125,7 @@ def _read_into(memory: memoryview, file: FileIO) -> None:
     while position < len(memory):
         count = file.readinto(memory[position:])
         if not count:
-            raise CheckpointError(f"{file.name}: is shorter than its header says; download the file again")
+            raise CheckpointError(f"{file.name} is shorter than its header says; download the file again")
         position += count
 
 

@@ -244,8 +244,8 @@ class ParallelConfig:
     context_parallel_size: int = key(1, at_least=1)
     """Processes that share each sequence (CP)."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
-    """What attention of shared sequences exchanges: p2p, all_gather: keys and values, p2p in a ring behind attention
-    (torch's gathers them in packed rows and windows); a2a: heads. null: the fewest bytes not hidden, see the log."""
+    """What attention of shared sequences exchanges. all_gather: keys and values. p2p: keys and values in a ring, during
+    attention (torch's gathers those of packed rows and windows). a2a: heads. null: a choice that the log explains."""
     expert_model_parallel_size: int = key(1, at_least=1)
     """Processes that share the experts of a mixture-of-experts layer (EP)."""
     expert_tensor_parallel_size: int | None = key(None, at_least=1)
@@ -253,9 +253,9 @@ class ParallelConfig:
     sequence_parallel: bool | None = None
     """Split norms and dropouts over the sequence among the tensor-parallel processes; null: on if TP > 1."""
     tp_comm_overlap: bool = False
-    """Hide the communication of tensor and sequence parallelism behind the products of linear layers: Transformer
-    Engine's by user buffers (samples of a fixed length; UB_SKIPMC=1 in the environment: without multicast), torch's by
-    symmetric memory, where processes of a node reach each other's memory. No effect without tensor parallelism."""
+    """Overlap the communication of tensor and sequence parallelism with the products of linear layers. Transformer
+    Engine's layers: user buffers, for samples of a fixed length (UB_SKIPMC=1 in the environment: without multicast).
+    torch's layers: symmetric memory of the GPUs of one node. No effect without tensor parallelism."""
     num_layers_per_virtual_pipeline_stage: int | None = key(None, at_least=1)
     """Layers in each model chunk of an interleaved pipeline (VPP); null: one chunk a stage."""
     virtual_pipeline_model_parallel_size: int | None = key(None, at_least=1)

@@ -1,5 +1,5 @@
-"""Transformer Engine's user buffers: memory that the GPUs of a tensor-parallel group write to directly, so that its
-layers hide communication behind their products."""
+"""Transformer Engine's user buffers: memory that the GPUs of a tensor-parallel group write to directly, so that the
+communication of its layers overlaps with their products."""
 
 from __future__ import annotations
 

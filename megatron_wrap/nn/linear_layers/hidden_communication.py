@@ -1,5 +1,5 @@
-"""Linear layers of tensor and sequence parallelism whose communication is hidden behind their own products: the input
-is multiplied piece by piece as it arrives, and the output sent piece by piece (arXiv:2105.05720, section 2). Names,
+"""Linear layers of tensor and sequence parallelism whose communication overlaps with their own products: the input is
+multiplied piece by piece as it arrives, and the output sent piece by piece (arXiv:2105.05720, section 2). Names,
 weights and checkpoints are those of Megatron-Core's layers, of which these are subclasses. This module imports
 Megatron-Core, so call `Platform.install` first."""
 
