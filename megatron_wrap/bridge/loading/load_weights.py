@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -60,24 +62,26 @@ def load_weights(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder,
     device = next(chunk.parameters()).device
     reader = DeviceReader(device) if device.type == "cuda" else None
 
-    def read(parts: _Parts) -> Tensor:
-        name, region, dtype = parts[0].piece.name, _region(parts), parts[0].parameter.dtype
-        if reader is None:
-            return folder.read(name, region, dtype=dtype)
-        with reader.on_stream():
-            return folder.read(name, region, reader, dtype)
+    def stored(parts: _Parts) -> list[Tensor]:
+        with contextlib.nullcontext() if reader is None else reader.on_stream():
+            return folder.stored(parts[0].piece.name, _region(parts), reader)
 
     most, threads = (1, 1) if reader is None else (_GPU_BLOCKS, threads_of_rank(READERS))
     reads = _reads(_parts(chunk, arch, folder, parallel), most * BLOCK_BYTES)
-    blocks_read = _each(map_ahead(read, reads, threads))
-    for _, of_parameter in itertools.groupby(blocks_read, key=lambda entry: entry[0].name):
-        first = next(of_parameter)
-        with writable(first[0].parameter) as values:
-            if first[0].is_padded:
-                values.zero_()
-            for part, block in itertools.chain([first], of_parameter):
-                view = view_of(values, part.piece, part.block)
-                view.copy_(block.reshape(view.shape))
+    # threads only read, since they would wait for each other's calls to queue what the device computes
+    stored_reads = map_ahead(stored, reads, threads)
+    for _, of_parameter in itertools.groupby(stored_reads, key=lambda entry: entry[0][0].name):
+        with contextlib.ExitStack() as stack:
+            written: dict[str, Tensor] = {}
+            for parts, of_files in of_parameter:
+                dtype = parts[0].parameter.dtype
+                block = folder.values(parts[0].piece.name, _region(parts), of_files, reader, dtype)
+                for part in parts:
+                    if part.name not in written:
+                        written[part.name] = stack.enter_context(writable(part.parameter))
+                        if part.is_padded:
+                            written[part.name].zero_()
+                _copy(block, parts, [view_of(written[part.name], part.piece, part.block) for part in parts])
     if reader is not None:
         reader.finish()
 
@@ -96,22 +100,27 @@ def _parts(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder, paral
 
 
 def _reads(parts: Iterable[_Part], most: int) -> list[_Parts]:
-    """The parts that one read returns: consecutive experts of the same slice of a tensor of all experts, of at most
-    `most` bytes; each other part alone. A parameter's parts stay together, and parts keep the order of the tensors."""
+    """The parts that one read returns: consecutive rows of a tensor for one parameter, of at most `BLOCK_BYTES`, or
+    consecutive experts of the same slice of a tensor of all experts, of at most `most` bytes. A parameter's parts stay
+    together, and parts keep the order of the tensors."""
     by_slice: dict[Any, _Parts] = {}
-    for number, part in enumerate(parts):
-        of_expert = (part.piece.name, part.block[1:], part.parameter.dtype)
-        by_slice.setdefault(of_expert if part.is_whole else number, []).append(part)
+    for part in parts:
+        parameter = None if part.is_whole else part.name
+        by_slice.setdefault((part.piece.name, part.block[1:], part.parameter.dtype, parameter), []).append(part)
     reads: list[_Parts] = []
     for group in by_slice.values():
         group.sort(key=lambda part: part.block[0])
-        size = group[0].piece.numel * group[0].parameter.element_size()
+        limit = most if group[0].is_whole else min(most, BLOCK_BYTES)
+        size = 0
         for part in group:
+            bytes_ = math.prod(stop - start for start, stop in part.block) * part.parameter.element_size()
             last = reads[-1] if part is not group[0] else []
-            if last and last[-1].block[0][1] == part.block[0][0] and (len(last) + 1) * size <= most:
+            if last and last[-1].block[0][1] == part.block[0][0] and size + bytes_ <= limit:
                 last.append(part)
+                size += bytes_
             else:
                 reads.append([part])
+                size = bytes_
     return reads
 
 
@@ -119,9 +128,29 @@ def _region(parts: _Parts) -> Region:
     return ((parts[0].block[0][0], parts[-1].block[0][1]), *parts[0].block[1:])
 
 
-def _each(reads: Iterable[tuple[_Parts, Tensor]]) -> Iterator[tuple[_Part, Tensor]]:
-    for parts, values in reads:
-        yield from zip(parts, values.split(len(values) // len(parts)), strict=True)
+def _copy(block: Tensor, parts: _Parts, views: list[Tensor]) -> None:
+    """Copy what was read for parts into their views of the parameters."""
+    if (together := _as_one(views)) is not None:  # a kernel for all, such as the experts of a stack
+        together.copy_(block.reshape(together.shape))
+        return
+    rows = [stop - start for (start, stop), *_ in (part.block for part in parts)]
+    for view, values in zip(views, block.split(rows), strict=True):
+        view.copy_(values.reshape(view.shape))
+
+
+def _as_one(views: list[Tensor]) -> Tensor | None:
+    """Views of equal shape at equal distances in one memory, as one tensor [views, ...]; None: they are not."""
+    first = views[0]
+    alike = all(
+        view.shape == first.shape
+        and view.stride() == first.stride()
+        and view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for view in views
+    )
+    steps = {later.storage_offset() - view.storage_offset() for view, later in itertools.pairwise(views)}
+    if not alike or len(steps) != 1 or min(steps) <= 0:
+        return None
+    return first.as_strided((len(views), *first.shape), (steps.pop(), *first.stride()))
 
 
 @torch.no_grad()

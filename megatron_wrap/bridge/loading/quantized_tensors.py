@@ -9,7 +9,7 @@ fp32 and rounded once to the parameter's dtype; those of MXFP4 are exact in fp32
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,6 @@ from megatron_wrap.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    ReadSlice = Callable[[StoredTensor, tuple[slice, ...]], Tensor]
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "U8")
@@ -70,10 +68,30 @@ def with_quantized(stored: Mapping[str, StoredTensor], quantization: Quantizatio
     return tensors
 
 
+def stored_slices(
+    tensor: QuantizedTensor, region: Region, quantization: Quantization
+) -> tuple[tuple[StoredTensor, tuple[slice, ...]], ...]:
+    """The slices of the values and of the scales that `dequantized` needs for a region of the dequantized tensor."""
+    if quantization.method == "mxfp4":
+        experts, rows, columns = region
+        index = _index((experts, columns, _covering(rows, _VALUES)))
+        return (tensor.values, (*index, slice(0, _BYTES))), (tensor.scales, index)
+    one, dimensions = slice(0, 1), len(tensor.scales.shape)
+    if quantization.scaling == "tensor":
+        index = (one,) * dimensions
+    elif quantization.scaling == "channel":
+        index = (*_index(region[:-1]), *(one,) * (dimensions + 1 - len(region)))
+    else:
+        assert quantization.block is not None
+        blocks = [_covering(part, width) for part, width in zip(region[-2:], quantization.block, strict=False)]
+        index = _index((*region[:-2], *blocks))
+    return (tensor.values, _index(region)), (tensor.scales, index)
+
+
 def dequantized(
     tensor: QuantizedTensor,
     region: Region,
-    read: ReadSlice,
+    stored: Sequence[Tensor],
     quantization: Quantization,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -81,12 +99,13 @@ def dequantized(
 
     Args:
         region: of the dequantized tensor.
-        read: a slice of a stored tensor.
+        stored: its `stored_slices`.
         dtype: that the caller needs. The slice is in bf16 if that is it and the values are exact in it, else in fp32.
     """
+    values, scales = stored
     if quantization.method == "mxfp4":
-        return _read_mxfp4(tensor, region, read, dtype)
-    return _read_fp8(tensor, region, read, quantization)
+        return _from_mxfp4(values, scales, region[1], dtype)
+    return _from_fp8(values.float(), _factors(scales), region, quantization)
 
 
 def _scales(stored: Mapping[str, StoredTensor], name: str, scale_name: str) -> StoredTensor:
@@ -132,39 +151,27 @@ def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> QuantizedTe
     return QuantizedTensor(blocks.file, name, "F32", (experts, count * _VALUES, columns), blocks, scales)
 
 
-def _read_fp8(tensor: QuantizedTensor, region: Region, read: ReadSlice, quantization: Quantization) -> Tensor:
-    values = read(tensor.values, _index(region)).float()
-    dimensions = len(tensor.scales.shape)
+def _from_fp8(values: Tensor, factors: Tensor, region: Region, quantization: Quantization) -> Tensor:
     if quantization.scaling == "tensor":
-        return values * _factors(read(tensor.scales, (slice(0, 1),) * dimensions), tensor.scales.dtype).reshape(())
+        return values * factors.reshape(())
     if quantization.scaling == "channel":
-        index = (*_index(region[:-1]), *(slice(0, 1),) * (dimensions + 1 - len(region)))
-        factors = _factors(read(tensor.scales, index), tensor.scales.dtype)
         return values * factors.reshape(*values.shape[:-1], 1)
     assert quantization.block is not None
-    blocks = [
-        (start // width, -(-stop // width))
-        for (start, stop), width in zip(region[-2:], quantization.block, strict=False)
-    ]
-    factors = _factors(read(tensor.scales, _index((*region[:-2], *blocks))), tensor.scales.dtype)
     for offset, ((start, stop), width) in enumerate(zip(region[-2:], quantization.block, strict=False)):
-        along = offset - len(blocks)
+        along = offset - len(quantization.block)
         factors = factors.repeat_interleave(width, along).narrow(along, start % width, stop - start)
     return values * factors
 
 
-def _read_mxfp4(tensor: QuantizedTensor, region: Region, read: ReadSlice, needed: torch.dtype | None) -> Tensor:
+def _from_mxfp4(codes: Tensor, scales: Tensor, rows: tuple[int, int], needed: torch.dtype | None) -> Tensor:
     import torch
 
-    experts, (start, stop), columns = region
-    blocks = (start // _VALUES, -(-stop // _VALUES))
     dtype = torch.bfloat16 if needed == torch.bfloat16 else torch.float32
-    codes = read(tensor.values, _index((experts, columns, blocks, (0, _BYTES))))
-    factors = _factors(read(tensor.scales, _index((experts, columns, blocks))), tensor.scales.dtype).to(dtype)
+    factors = _factors(scales).to(dtype)
     # the two values of a byte are looked up as one number
     pairs = _pairs(codes.device, dtype).index_select(0, codes.int().flatten()).view(dtype)
     values = pairs.view(*factors.shape, _VALUES).mul_(factors[..., None]).flatten(-2)
-    return values.narrow(-1, start % _VALUES, stop - start).transpose(1, 2)
+    return values.narrow(-1, rows[0] % _VALUES, rows[1] - rows[0]).transpose(1, 2)
 
 
 @functools.cache
@@ -178,15 +185,20 @@ def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(pairs, dtype=dtype, device=device).view(wide).flatten()
 
 
-def _factors(scales: Tensor, dtype: str) -> Tensor:
+def _factors(scales: Tensor) -> Tensor:
     import torch
 
-    if dtype not in _EXPONENTS:
+    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return scales.float()
     exponents = scales.view(torch.uint8).int()
     # the bits of 2^(exponent - 127) in fp32, which is a subnormal number for 0; not every device's exp2 is exact
     bits = torch.where(exponents == 0, 1 << 22, exponents << 23)
     return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
+
+
+def _covering(part: tuple[int, int], width: int) -> tuple[int, int]:
+    """The blocks of `width` that contain the indices from `part[0]` to `part[1]`."""
+    return part[0] // width, -(-part[1] // width)
 
 
 def _index(region: Region) -> tuple[slice, ...]:

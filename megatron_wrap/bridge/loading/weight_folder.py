@@ -8,11 +8,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.bridge.loading.quantized_tensors import QuantizedTensor, dequantized, with_quantized
+from megatron_wrap.bridge.loading.quantized_tensors import (
+    QuantizedTensor,
+    dequantized,
+    stored_slices,
+    with_quantized,
+)
 from megatron_wrap.bridge.loading.stored_tensors import (
     ExpertOfStack,
     StoredTensor,
@@ -105,38 +110,58 @@ class WeightFolder:
             stored = {name if name in OUTPUTS else prefix + name: entry for name, entry in stored.items()}
         self.tensors: Mapping[str, StoredTensor] = stored
 
-    def read(
-        self,
-        name: str,
-        region: Region,
-        device_reader: DeviceReader | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """A slice of a tensor: on the CPU, or on the device of a reader, in its `on_stream`. On the CPU it may be
-        memory-mapped: copy it and drop the reference.
+    def read(self, name: str, region: Region, dtype: torch.dtype | None = None) -> Tensor:
+        """A slice of a tensor, on the CPU. It may be memory-mapped: copy it and drop the reference.
 
         Args:
             dtype: in which the caller needs the values of a quantized tensor; they are in fp32, or in bf16 where that
                 is exact.
 
         Raises:
-            CheckpointError: the file cannot be read, or the slice contains NaN or infinity; with a reader its `finish`
-                raises that.
+            CheckpointError: the file cannot be read, or the slice contains NaN or infinity.
+        """
+        return self.values(name, region, self.stored(name, region), dtype=dtype)
+
+    def stored(self, name: str, region: Region, device_reader: DeviceReader | None = None) -> list[Tensor]:
+        """What the files have of a slice, for `values`: on the CPU, or on the device of a reader, in its `on_stream`.
+
+        Raises:
+            CheckpointError: the file cannot be read.
         """
         entry = self.tensors[name]
-
-        def stored(part: StoredTensor, index: tuple[slice, ...]) -> Tensor:
-            return self._slice(part, index) if device_reader is None else self._on_device(device_reader, part, index)
-
         if isinstance(entry, QuantizedTensor):
             assert self.quantization is not None
-            values = dequantized(entry, region, stored, self.quantization, dtype)
+            slices = stored_slices(entry, region, self.quantization)
         elif isinstance(entry, ExpertOfStack):
             (start, stop), columns = region
             rows = slice(entry.first_row + start, entry.first_row + stop)
-            values = stored(entry.stack, (slice(entry.index, entry.index + 1), rows, slice(*columns)))[0]
+            slices = ((entry.stack, (slice(entry.index, entry.index + 1), rows, slice(*columns))),)
         else:
-            values = stored(entry, tuple(slice(start, stop) for start, stop in region))
+            slices = ((entry, tuple(slice(start, stop) for start, stop in region)),)
+        if device_reader is None:
+            return [self._slice(part, index) for part, index in slices]
+        return [self._on_device(device_reader, part, index) for part, index in slices]
+
+    def values(
+        self,
+        name: str,
+        region: Region,
+        stored: Sequence[Tensor],
+        device_reader: DeviceReader | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """A slice of a tensor from what its files have of it; the other arguments as of `read` and `stored`.
+
+        Raises:
+            CheckpointError: the slice contains NaN or infinity; with a reader its `finish` raises that.
+        """
+        entry = self.tensors[name]
+        if isinstance(entry, QuantizedTensor):
+            assert self.quantization is not None
+            values = dequantized(entry, region, stored, self.quantization, dtype)
+        else:
+            (values,) = stored
+            values = values[0] if isinstance(entry, ExpertOfStack) else values
         if device_reader is not None:
             device_reader.check_later(entry, values)
             return values

@@ -16,7 +16,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, L
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.export.training_record import training_record
 from megatron_wrap.bridge.loading.hf_path import starting_weights
-from megatron_wrap.bridge.loading.quantized_tensors import dequantized, with_quantized
+from megatron_wrap.bridge.loading.quantized_tensors import dequantized, stored_slices, with_quantized
 from megatron_wrap.bridge.loading.stored_tensors import stored_tensors
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.hugging_face import HF_PATH
@@ -78,6 +78,11 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def weights(folder: Path) -> Any:
     return starting_weights(load_run_config("run.yaml", [f"{HF_PATH}={folder}"]))
+
+
+def slices(entry: Any, region: Any, files: dict[str, torch.Tensor], method: Quantization) -> list[torch.Tensor]:
+    """What the files have of a region of a quantized tensor."""
+    return [files[part.name][index] for part, index in stored_slices(entry, region, method)]
 
 
 def every(weights: Any, name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
@@ -158,7 +163,7 @@ def test_mxfp4_tensors_are_those_of_transformers_and_of_the_format(dtype, tmp_pa
 
     class Reader:
         read = staticmethod(
-            lambda _, region: dequantized(entry, region, lambda part, index: files[part.name][index], method, dtype)
+            lambda _, region: dequantized(entry, region, slices(entry, region, files, method), method, dtype)
         )
 
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
@@ -180,7 +185,7 @@ def test_every_byte_of_mxfp4_with_every_scale_is_the_same_in_bf16_and_rounded_fr
     entry: Any = with_quantized(stored_tensors(tmp_path / "model.safetensors"), method)["w"]
     whole = tuple((0, size) for size in entry.shape)
     exact, short = (
-        dequantized(entry, whole, lambda part, index: files[part.name][index], method, dtype)
+        dequantized(entry, whole, slices(entry, whole, files, method), method, dtype)
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert short.dtype == torch.bfloat16
