@@ -1,79 +1,122 @@
 #!/usr/bin/env bash
 # Layouts of two GPUs beside one GPU and the bare loop: tokens/s per GPU of the 1.5B Llama under data, tensor, context and
-# pipeline parallelism, and of experts under expert parallelism. In at most 300 s, or LIMIT (tiny: 1,800); PARTS="tp cp-8192" runs these alone.
+# pipeline parallelism, of experts under expert parallelism, of 8B layers and in FP8; times of pipeline stages, profiles.
 #   bash scripts/benchmark/gpu_two.sh [1b|tiny]      (tiny: the same commands on two CPU processes)
-# Lines with a result are printed as they come and kept in $OUT (default outputs/gpu-two), with the logs.
+# The most important first, in at most LIMIT seconds (default 540; tiny 3,600); PARTS="tp cp-8192" measures these alone.
+# One start of the processes measures all, see `compare.py --tasks`. Lines are printed as they come and kept in
+# $OUT/results.txt (default outputs/gpu-two), with the report, the profiles and the ends of the logs.
 set -u
 cd "$(dirname "$0")/../.."
 size=${1:-1b} kept=${OUT:-outputs/gpu-two} work=outputs/gpu-two/work
-mkdir -p "$kept" "$work"
+rm -rf "$work"; mkdir -p "$kept" "$work"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 CONSOLE_LOG_LEVEL=${CONSOLE_LOG_LEVEL:-WARNING}
 export CUDA_DEVICE_MAX_CONNECTIONS=1  # kernels begin in the order in which they are queued
 export NCCL_NVLS_ENABLE=0 UB_SKIPMC=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1  # no multicast over NVLink
-python=${PYTHON:-python3} here=scripts/benchmark
-limit=300 factor=1; [ "$size" = 1b ] || limit=1800 factor=4
-end=$((SECONDS + ${LIMIT:-$limit}))
+export KINETO_LOG_LEVEL=99  # the profiler prints its start and end
 
-source "$here/gpu_parts.sh"
-
-arch=megatron_lm.model.arch parallel=megatron_lm.model.parallel common=megatron_lm.train.common
+arch=megatron_lm.model.arch parallel=megatron_lm.model.parallel common=megatron_lm.train.common dtype=megatron_lm.train.dtype
+step=$common.global_batch_size micro=$common.micro_batch_size
+tp=$parallel.tensor_model_parallel_size pp=$parallel.pipeline_model_parallel_size cp=$parallel.context_parallel_size
+ep=$parallel.expert_model_parallel_size virtual=$parallel.virtual_pipeline_model_parallel_size even=$parallel.pipeline_split=even
+torch=$arch.transformer_impl=torch hidden=$parallel.tp_comm_overlap=true graphs=$arch.cuda_graph_impl=local
+linear=megatron_wrap.model_provider.linear_cross_entropy=true
 if [ "$size" = 1b ]; then
-  dense=1.5b-4096 experts=moe-30b-a3b-layers-balanced long=1.5b-32768 platform=() lengths=(8192 32768)
-  many=(--steps 4 --warmup 2)
-  engine=transformer_engine
+  limit=${LIMIT:-540} seconds=60 platform=(--standby)
+  dense=1.5b-4096 wide=8b-layers-4096 experts=moe-30b-a3b-layers-balanced shared=deepseek-v3-layers-balanced
+  lengths=(8192 32768) tokens=131072 engine=$arch.transformer_impl=transformer_engine
+  fused="Transformer Engine's cross-entropy" buffers=",user buffers" permuted=",fused router and permutation"
+  fp8="$dtype.fp8=hybrid $dtype.fp8_recipe=delayed"
+  one_layers=4 layers=7  # of experts: what one and two GPUs of 80 GB train, the bare loop too
+  memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -1)
+  [ "${memory:-0}" -lt 100000 ] || one_layers=8 layers=12
 else
-  dense=tiny experts=tiny-moe long=tiny platform=(--platform cpu) lengths=(256 512)
-  many=(--steps 2 --warmup 1)
-  engine=torch
+  limit=${LIMIT:-3600} seconds=300 platform=(--platform cpu)
+  dense=tiny wide=tiny experts=tiny-moe shared=tiny-deepseek
+  lengths=(256 512) tokens=1024 engine=$torch
+  fused="native fused cross-entropy" buffers="" permuted=""
+  fp8=$arch.rotary_base=20000  # products in FP8 need a GPU
+  one_layers=2 layers=2
 fi
-step=$common.global_batch_size micro=$common.micro_batch_size tp=$parallel.tensor_model_parallel_size
-torch=$arch.transformer_impl=torch hidden=$parallel.tp_comm_overlap=true graphs=$arch.cuda_graph_impl
-virtual=$parallel.virtual_pipeline_model_parallel_size=2
-best="Transformer Engine's cross-entropy"
+profiled="megatron_wrap.profile.steps=[4,5] megatron_wrap.profile.memory_snapshot=false"
 
-compare() {  # NAME SECONDS PRESET DEVICES [options or a.b=c ...]
-  part "$1" $(($2 * factor)) "$python" $here/compare.py "$3" "${platform[@]}" --devices "$4" --rounds 1 "${many[@]}" --timeout 60 \
-    --output "$work/$1" "${@:5}"
+file=$work/tasks.txt; : > "$file"
+task() {  # NAME PRESET [options or a.b=c ...]
+  [[ " ${PARTS:-$1} " == *" $1 "* ]] || return 0
+  { printf '%s:' "$1"; printf ' %q' "${@:2}"; echo; } >> "$file"
 }
+bare() { flags=(--against bare-best --flags "$1"); }  # the bare loop with these flags, which a search would find
+alone=(--against "")
+long=(--steps 3)  # of steps of two seconds and more
 
-# the reference of all: one GPU, the same micro-batch
-compare one 40 $dense 1 $step=16 $micro=4 --against bare-best --changes "$best" --variant "ours-torch: $torch"
-compare dp 40 $dense 2 $step=32 $micro=4 --against bare-best --changes "$best,overlapped communication" \
-  --variant "ours-torch: $torch"
-# tensor and sequence parallelism; tp_comm_overlap: user buffers, or symmetric memory beside torch's layers
-compare tp 75 $dense 2 $step=16 $micro=4 $tp=2 --against bare-best --changes "$best,user buffers" \
-  --variant "ours-user-buffers: $arch.transformer_impl=$engine $hidden" --variant "ours-torch: $torch" \
-  --variant "ours-symmetric-memory: $torch $hidden"
-compare tp-micro 75 $dense 2 $step=16 $micro=8 $tp=2 --against "" \
-  --variant "ours-8-symmetric-memory: $torch $hidden" --variant "ours-8-user-buffers: $arch.transformer_impl=$engine $hidden" \
-  --variant "ours-2: $micro=2" --variant "ours-2-torch: $micro=2 $torch" \
-  --variant "ours-2-symmetric-memory: $micro=2 $torch $hidden"
-if [ "$size" = 1b ]; then
-  # Megatron-Core's CUDA graphs of layers, at a small micro-batch
-  compare graphs 60 $dense 2 $step=16 $micro=2 $tp=2 --against "" --variant "ours-graphs: $graphs=local" \
-    --variant "ours-torch: $torch" --variant "ours-torch-graphs: $torch $graphs=local"
-fi
-# context parallelism: one GPU and two, the same tokens per GPU and sequences; exchanges of both layer implementations
+# One GPU, the reference of all: both train by themselves, side by side
+bare "$fused"
+task one $dense --devices 1 $step=16 $micro=4 "${flags[@]}" --variant "ours-torch: $torch"
+bare "$fused,overlapped communication"
+task dp $dense $step=32 $micro=4 "${flags[@]}" --variant "ours-torch: $torch"
+# Tensor and sequence parallelism
+bare "$fused"
+task tp $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --variant "ours-torch: $torch"
+bare "$fused$buffers"
+task tp-overlap $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --only-variants \
+  --variant "ours-symmetric-memory: $torch $hidden" --variant "ours-user-buffers: $engine $hidden"
+# Pipeline stages: 8 and 16 micro-batches, one and two chunks a stage, layers by cost and even
+for count in 8 16; do
+  many=(); [ $count = 8 ] || many=("${long[@]}")
+  task pp-$count $dense $step=$((4 * count)) $micro=4 $pp=2 "${many[@]}" --against bare-best --flags "$fused" \
+    --changes "1 more on the first stage,2 more on the first stage" --variant "ours-even: $even"
+  task pp-$count-virtual $dense $step=$((4 * count)) $micro=4 $pp=2 $virtual=2 "${many[@]}" --against bare-best \
+    --flags "$fused" --variant "ours-even: $even"
+done
+# Context parallelism: one GPU and two, the same tokens per GPU and sequences; exchanges of both layer implementations
 for length in "${lengths[@]}"; do
-  tokens=("$common.seq_length=$length" "$arch.max_position_embeddings=$length" "$micro=1")
-  count=$((131072 / length)); [ "$size" = 1b ] || count=2
-  compare cp-one-$length 40 $long 1 "${tokens[@]}" $step=$((count / 2)) --against "" --variant "ours-torch: $torch"
+  sizes=(${dense/4096/32768} "$common.seq_length=$length" "$arch.max_position_embeddings=$length" "$micro=1" "$linear")
+  many=(); [ "$length" -le 8192 ] || many=("${long[@]}")
+  task cp-one-$length "${sizes[@]}" --devices 1 $step=$((tokens / length / 2)) "${many[@]}" "${alone[@]}" \
+    --variant "ours-torch: $torch"
+  bare "$fused"; [ "$size" = 1b ] || flags=("${alone[@]}")
+  task cp-$length "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${many[@]}" "${flags[@]}" --variant "ours-torch: $torch"
   variants=()
   for exchange in p2p all_gather a2a; do
     kind=$parallel.cp_comm_type=$exchange
     variants+=(--variant "ours-$exchange: $kind" --variant "ours-torch-$exchange: $torch $kind")
   done
-  compare cp-$length 80 $long 2 "${tokens[@]}" $step=$count $parallel.context_parallel_size=2 --against bare-best \
-    --changes "$best" "${variants[@]}"
+  task cp-$length-exchanges "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${many[@]}" "${alone[@]}" --only-variants \
+    "${variants[@]}"
 done
-# pipeline stages: 8 and 16 micro-batches, one and two chunks a stage, layers by cost and even
-for count in 8 16; do
-  compare pp-$count 60 $dense 2 $step=$((4 * count)) $micro=4 $parallel.pipeline_model_parallel_size=2 \
-    --against bare,bare-best --changes "$best,1 more on the first stage,2 more on the first stage" \
-    --variant "ours-even: $parallel.pipeline_split=even" \
-    --variant "ours-virtual: $virtual" \
-    --variant "ours-virtual-even: $virtual $parallel.pipeline_split=even"
-done
-balance=$arch.num_layers=12; [ "$size" = 1b ] || balance=$arch.num_layers=2
-compare ep 75 $experts 2 $balance $parallel.expert_model_parallel_size=2 --against bare-best \
-  --changes "fused router and permutation"
+# Experts: forced balance; the profile has exposed communication and idle time
+task ep-one $experts --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
+bare "$fused$permuted,overlapped communication"
+task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" --variant "ours-profile: $profiled"
+task ep-micro-2 $experts $arch.num_layers=$layers $ep=2 $step=16 $micro=2 "${flags[@]}" --variant "ours-profile: $profiled"
+# Small and large micro-batches
+task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch" --variant "ours-8: $micro=8" \
+  --variant "ours-profile: $micro=4 $profiled" --variant "ours-symmetric-memory: $torch $hidden" \
+  --variant "ours-8-symmetric-memory: $micro=8 $torch $hidden" --variant "ours-8-user-buffers: $micro=8 $engine $hidden"
+[ "$size" = tiny ] || task graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
+  --variant "ours-graphs: $graphs" --variant "ours-torch-graphs: $torch $graphs"
+# Layers of an 8B model
+bare "$fused"
+task 8b-one $wide --devices 1 $step=8 $micro=2 "${alone[@]}"
+task 8b-tp $wide $step=8 $micro=2 $tp=2 "${flags[@]}"
+task 8b-pp $wide $step=16 $micro=2 $pp=2 --against bare-best --flags "$fused" --changes "1 more on the first stage" \
+  --variant "ours-even: $even"
+# FP8
+task fp8-one $dense --devices 1 $step=16 $micro=4 $fp8 "${alone[@]}"
+task fp8-tp $dense $step=16 $micro=4 $tp=2 $fp8 "${alone[@]}"
+task fp8-pp $dense $step=32 $micro=4 $pp=2 $fp8 "${alone[@]}"
+# Times of pipeline stages, beside those of the parts before
+if [ "$size" = 1b ]; then
+  mixture="$arch.num_layers=8 $arch.num_experts=8 $arch.moe_router_topk=2 $arch.moe_ffn_hidden_size=2048 $arch.moe_layer_freq=1"
+  task stages $dense $step=16 $micro=4 $pp=2 $even "${alone[@]}" --only-variants \
+    --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1" \
+    --variant "ours-experts: $mixture"
+fi
+task ep-shared $shared $arch.num_layers=$layers $ep=2 $step=16 "${alone[@]}" --only-variants --variant "ours-profile: $profiled"
+
+"${PYTHON:-python3}" scripts/benchmark/compare.py --tasks "$file" "${platform[@]}" --devices 2 --rounds 1 --steps 4 --warmup 1 \
+  --timeout "$seconds" --limit "$((limit - SECONDS))" --output "$work" 2>&1 | tee -a "$kept/results.txt"
+code=${PIPESTATUS[0]}
+cp "$work/compare.json" "$kept/"
+find "$work/run" -name profile.txt -exec tail -n +1 {} + > "$kept/profiles.txt" 2>/dev/null
+for log in "$work"/logs/*.log; do echo "==> $log"; tail -c 1000000 "$log"; done > "$kept/logs.txt"
+exit "$code"

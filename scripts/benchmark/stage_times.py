@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -108,15 +108,24 @@ def measure(name: str, overrides: tuple[str, ...], steps: int) -> dict[str, Any]
                 wrap.train(next(batches))
                 per_step.append(seconds())
         batches.close()
-        count = wrap.global_batch_size // config.train.micro_batch_size
-        # a stage's forward and backward passes of a step, in any order, are those of all its micro-batches
-        own = statistics.median(sum(times) / count for times in per_step[2:])
-        measured = gather_objects(own)
-        device = wrap.platform.device_name if torch.cuda.is_available() else ""
-        costs = model_costs(config, model_shape(config, vocab_size), device)
-        layout = named_split(config)
-        tokens = config.train.micro_batch_size * config.train.seq_length
-        predicted = [cost * tokens for cost in stage_costs(costs, layout)]
+        return stage_report(name, wrap, per_step[2:])
+
+
+def stage_report(name: str, wrap: MegatronWrap, per_step: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Predicted and measured times of the stages of a run whose processes are its stages. Collective.
+
+    Args:
+        per_step: for each step the seconds of this process's passes, in any order: they are those of all its
+            micro-batches.
+    """
+    config, vocab_size = wrap.config, wrap.config.arch.vocab_size or 0
+    count = wrap.global_batch_size // config.train.micro_batch_size
+    measured = gather_objects(statistics.median(sum(times) / count for times in per_step))
+    device = wrap.platform.device_name if torch.cuda.is_available() else ""
+    costs = model_costs(config, model_shape(config, vocab_size), device)
+    layout = named_split(config)
+    tokens = config.train.micro_batch_size * config.train.seq_length
+    predicted = [cost * tokens for cost in stage_costs(costs, layout)]
     is_known = device_speed(device) is not ANY_DEVICE
     if not is_known:  # FLOPs have no unit of time here
         predicted = [cost * sum(measured) / sum(predicted) for cost in predicted]

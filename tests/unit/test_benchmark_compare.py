@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,7 @@ def test_a_run_that_the_programs_do_not_share_is_refused(overrides: list[str], w
 
 
 def test_the_search_keeps_what_is_faster_and_records_the_rest() -> None:
-    from comparison.flags import Flags, changes, fastest
+    from comparison.flags import Flags, changed, changes, fastest
 
     def seconds_of(name: str, flags: Flags) -> float | str:
         if flags.implementation == "local":
@@ -96,6 +98,10 @@ def test_the_search_keeps_what_is_faster_and_records_the_rest() -> None:
 
     start = Flags("transformer_engine", rope_fusion=True)
     task = dataclasses.replace(_task("megatron_lm.train.common.seq_length=2048", world_size=2), platform="cuda")
+    known = changed(start, ["Transformer Engine's cross-entropy", "unfused rotary embedding"], task)
+    assert known == Flags("transformer_engine", cross_entropy="te")
+    with pytest.raises(ConfigError, match="'local layer' is no change of these flags"):
+        changed(start, ["local layer"], task)
     best, records = fastest(start, changes(start, task), seconds_of)
     assert best == Flags("transformer_engine", cross_entropy="te", rope_fusion=True)
     assert records[0]["step_seconds"] == 2.0
@@ -158,6 +164,12 @@ def test_the_table_and_the_chart(tmp_path: Path) -> None:
     text = markdown(_report(104.0))
     assert "| ours | 104 | 1.040 | 104 |" in text
     assert "| trl | OutOfMemoryError: 80 GiB |" in text
+    variant = _report(104.0)
+    programs = variant["presets"]["1.5b-4096"]["programs"]
+    programs["ours-x"] = _report(52.0)["presets"]["1.5b-4096"]["programs"]["ours"]
+    assert "ours-x over ours: 0.5000" in markdown(variant)
+    del programs["ours"]  # --only-variants
+    assert "| ours-x | 52 | 0.520 | 52 |" in markdown(variant)
     assert draw(_report(104.0), tmp_path / "chart.png") is None
     pixels = Image.open(tmp_path / "chart.png").convert("RGB")
     widths = [
@@ -190,3 +202,84 @@ def test_bare_loop_gets_the_sizes_of_deepseek(rope_fusion: bool) -> None:
     weights = 8 * (attention + 2048 * (9 * 640 * 3 + 128)) + 2048 * 129280
     flops = task.tokens_per_step * (6 * weights + 3 * 8 * 4096 * 32 * (192 + 128))
     assert task.tflops(1.0) == pytest.approx(flops / 1e12)
+
+
+_WORKER = """
+import json, os, sys, time
+def say(message):
+    print("@compare " + json.dumps(message), flush=True)
+say({"ready": ""})
+for line in sys.stdin:
+    order = json.loads(line)
+    does = order["options"]["does"]
+    if os.environ["LOCAL_RANK"] == "1":
+        if does == "fail":
+            say({"error": "OutOfMemoryError: 80 GiB"})
+        if does == "end":
+            sys.exit(1)
+    if does != "train":
+        time.sleep(60)
+    answer = {"step_seconds": [order["port"]], "peak_memory_gib": order["rank"], "left_gib": 0.0}
+    say({**answer, "losses": [], "notes": str(os.getpid())})
+"""
+"""The protocol of `comparison.worker`, without torch."""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    folder = tmp_path / "scripts" / "benchmark" / "comparison"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "worker.py").write_text(_WORKER)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [("hang", "no answer within 1 s"), ("fail", "OutOfMemoryError: 80 GiB"), ("end", "its process ended")],
+)
+def test_processes_on_standby_train_after_a_run_that_failed(tree: Path, does: str, message: str) -> None:
+    from comparison.pool import Launch, Programs
+
+    task = _task(world_size=2)
+    with Programs({"ours": Launch("", tree)}, 2, "cpu", tree / "logs", standby=True) as programs:
+        first = programs["ours"].run(task, {"does": "train"}, 60)
+        begun = time.monotonic()
+        assert programs["ours"].run(task, {"does": does}, 1)["error"].startswith(message)
+        again = programs["ours"].run(task, {"does": "train"}, 60)
+    assert time.monotonic() - begun < 30
+    assert (first["peak_memory_gib"], again["peak_memory_gib"]) == (1, 1)
+    assert first["notes"] != again["notes"]
+
+
+def test_a_task_of_one_device_trains_on_each(tree: Path) -> None:
+    from comparison.pool import Launch, Programs
+
+    with Programs({"ours": Launch("", tree)}, 2, "cpu", tree / "logs") as programs:
+        both = programs["ours"].run(_task(world_size=2), {"does": "train"}, 60)
+        each = programs["ours"].run(_task(world_size=1), {"does": "train"}, 60)
+    assert (both["peak_memory_gib"], each["peak_memory_gib"]) == (1, 0)  # the largest rank
+    ports = [float(text) for text in each["notes"].rpartition(": ")[2].removesuffix(" s").split(", ")]
+    assert len(ports) == 2
+    assert each["step_seconds"] == [pytest.approx(sum(ports) / 2, rel=1e-3)]
+
+
+def test_lines_of_a_file_are_tasks_with_the_defaults_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from comparison.arguments import parse, runs_of
+
+    (tmp_path / "tasks").write_text(
+        "one: tiny --devices 1 a.b=2 --variant 'ours-x: a.c=1 a.d=2' --only-variants\nboth: 1.5b-4096 --rounds 2\n"
+    )
+    given = ["compare.py", "--tasks", str(tmp_path / "tasks"), "a.b=1", "--devices", "2", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", given)
+    _, tasks = parse("")
+    one, both = tasks["one"], tasks["both"]
+    assert (one.preset, one.devices, one.rounds, one.overrides) == ("tiny", 1, 1, ["a.b=1", "a.b=2"])
+    assert (both.preset, both.devices, both.rounds, both.overrides) == ("1.5b-4096", 2, 2, ["a.b=1"])
+    assert {name: overrides for name, (_, _, overrides) in runs_of(one).items()} == {"ours-x": ["a.c=1", "a.d=2"]}
+    assert list(runs_of(both)) == ["ours"]
+    (tmp_path / "tasks").write_text("one: a.b=2\n")
+    with pytest.raises(SystemExit):
+        parse("")

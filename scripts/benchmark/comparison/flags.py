@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from comparison.task import Task
+from megatron_wrap.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,21 @@ def changes(start: Flags, task: Task) -> list[tuple[str, dict[str, Any]]]:
     return candidates
 
 
+def changed(start: Flags, names: list[str], task: Task) -> Flags:
+    """`start` with the changes of these names.
+
+    Raises:
+        ConfigError: `changes` has another name.
+    """
+    known = dict(changes(start, task))
+    fields: dict[str, Any] = {}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{name!r} is no change of these flags; they are {', '.join(map(repr, known))}")
+        fields |= known[name]
+    return replace(start, **fields)
+
+
 def fastest(
     start: Flags, alternatives: list[tuple[str, dict[str, Any]]], measure: Callable[[str, Flags], float | str]
 ) -> tuple[Flags, list[dict[str, Any]]]:
@@ -110,8 +126,8 @@ def fastest(
     Raises:
         RuntimeError: `start` itself could not be measured.
     """
-    best_seconds = measure("default flags", start)
-    records = [_record("default flags", start, best_seconds)]
+    best_seconds = measure("starting flags", start)
+    records = [_record("starting flags", start, best_seconds)]
     if isinstance(best_seconds, str):
         raise RuntimeError(f"the bare loop did not run: {best_seconds}")
     best = start

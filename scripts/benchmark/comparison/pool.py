@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -19,6 +21,11 @@ from typing import Any
 from comparison.task import Task
 from comparison.worker import MARK
 
+_START_SECONDS = 300
+"""Limit of a start of processes: imports from a slow disk."""
+_LEFT_GIB = 1.0
+"""Memory of a device that a program may hold between its turns."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -30,40 +37,27 @@ class Launch:
     """The checkout whose package and `comparison.worker` run."""
 
 
-class Program:
-    """One program on `world_size` processes of this machine.
-
-    Args:
-        name: of its log files.
-        logs: folder for what the processes print.
-    """
+class Workers:
+    """The processes of one start of a program, one for each device; the imports take place while others train."""
 
     def __init__(self, name: str, launch: Launch, world_size: int, platform: str, logs: Path) -> None:
-        self.name, self._launch = name, launch
-        self._world_size, self._platform, self._logs = world_size, platform, logs
-        self._answers: list[queue.Queue[dict[str, Any] | None]] = []
+        self._answers: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         self._processes: list[subprocess.Popen[str]] = []
         self._is_ready = False
-        self.start()
-
-    def start(self) -> None:
-        """Start the processes; `wait_until_ready` waits for their imports."""
-        self._is_ready = False
-        for rank in range(self._world_size):
-            log = (self._logs / f"{self.name}-{rank}.log").open("a")
+        for rank in range(world_size):
+            log = (logs / f"{name}-{rank}.log").open("a")
             process = subprocess.Popen(
-                [sys.executable, "-m", "comparison.worker", self._launch.program],
-                cwd=self._launch.tree,
+                [sys.executable, "-m", "comparison.worker", launch.program],
+                cwd=launch.tree,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=_environment(self._launch.tree, rank, self._world_size, self._platform),
+                env=_environment(launch.tree, rank, world_size, platform),
             )
-            answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-            threading.Thread(target=_listen, args=(process.stdout, log, answers), daemon=True).start()
+            listener = (process.stdout, log, rank, self._answers)
+            threading.Thread(target=_listen, args=listener, daemon=True).start()
             self._processes.append(process)
-            self._answers.append(answers)
 
     def wait_until_ready(self, seconds: float) -> str:
         """Until all processes have imported their packages; returns why they have not, or an empty text."""
@@ -71,65 +65,117 @@ class Program:
         self._is_ready = not error
         return error
 
-    def restart(self) -> None:
-        """New processes, whose imports take place while other programs run."""
-        self.close()
-        self.start()
-
-    def run(self, task: Task, options: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Train on all processes; returns the answer of the first, with the largest memory of all, or an `error`.
-
-        After an error, or without an answer within `seconds`, the processes end, because they may hold memory of the
-        device; the next run has new ones.
-        """
-        if not self._processes:
-            self.start()
-        if error := self.wait_until_ready(300):
-            return {"error": error}
-        order = json.dumps({"task": task.as_json(), "options": options, "port": _free_port()})
-        for process in self._processes:
+    def run(self, task: Task, options: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str]:
+        """The answers of all processes by rank, or why there are none. Where the task needs fewer processes than there
+        are, several replicas of the program train it side by side, each by itself."""
+        size = task.world_size
+        ports = [_free_port() for _ in range(len(self._processes) // size)]
+        for index, process in enumerate(self._processes):
+            order = {"task": task.as_json(), "options": options, "port": ports[index // size], "rank": index % size}
             assert process.stdin is not None
-            process.stdin.write(order + "\n")
-            process.stdin.flush()
-        answers, error = self._collect(seconds)
-        if error:
-            return {"error": error}
-        return {**answers[0], "peak_memory_gib": max(answer["peak_memory_gib"] for answer in answers)}
+            with contextlib.suppress(BrokenPipeError):  # its listener has reported the end
+                process.stdin.write(json.dumps(order) + "\n")
+                process.stdin.flush()
+        return self._collect(seconds)
 
     def _collect(self, seconds: float) -> tuple[list[dict[str, Any]], str]:
-        until, collected, error = time.monotonic() + seconds, [], ""
-        for answers in self._answers:
+        until, collected = time.monotonic() + seconds, {}
+        while len(collected) < len(self._processes):
             try:
-                answer = answers.get(timeout=max(0.01, until - time.monotonic()))
+                rank, answer = self._answers.get(timeout=max(0.01, until - time.monotonic()))
             except queue.Empty:
-                error = f"no answer within {seconds:.0f} s"
-                break
-            error = "its process ended; its log has the reason" if answer is None else answer.get("error", "")
-            if answer is None or error:
-                break  # the other processes wait for this one
-            collected.append(answer)
-        if error:
-            self.close()
-        return collected, error
+                return [], f"no answer within {seconds:.0f} s"
+            if answer is None:
+                return [], "its process ended; its log has the reason"
+            if "error" in answer:
+                return [], answer["error"]  # the other processes may wait for this one
+            collected[rank] = answer
+        return [collected[rank] for rank in sorted(collected)], ""
 
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
             process.kill()
-            process.wait()
-        self._processes, self._answers = [], []
+        for process in self._processes:
+            try:
+                process.wait(10)  # a driver that hangs may keep it
+            except subprocess.TimeoutExpired:
+                print(f"process {process.pid} does not end", flush=True)
+
+
+class Program:
+    """One program on `world_size` processes of this machine.
+
+    Args:
+        name: of its log files.
+        logs: folder for what the processes print.
+        standby: keep further processes that have imported everything, for the run after one that failed.
+    """
+
+    def __init__(
+        self, name: str, launch: Launch, world_size: int, platform: str, logs: Path, standby: bool = False
+    ) -> None:
+        self._start = lambda: Workers(name, launch, world_size, platform, logs)
+        self._standby = standby
+        self._workers = self._start()
+        self._next = self._start() if standby else None
+
+    def wait_until_ready(self, seconds: float) -> str:
+        """Until all processes have imported their packages; returns why they have not, or an empty text."""
+        return self._workers.wait_until_ready(seconds)
+
+    def restart(self) -> None:
+        """New processes, whose imports take place while other programs run."""
+        self._workers.close()
+        self._workers = self._next or self._start()
+        self._next = self._start() if self._standby else None
+
+    def run(self, task: Task, options: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Train on all processes; returns the answer of the first, with the largest memory of all, or an `error`.
+
+        After an error, without an answer within `seconds`, or if more than `_LEFT_GIB` of a device could not be freed,
+        the next run has new processes.
+        """
+        error = self._workers.wait_until_ready(_START_SECONDS)
+        answers: list[dict[str, Any]] = []
+        if not error:
+            answers, error = self._workers.run(task, options, seconds)
+        if error or max(answer["left_gib"] for answer in answers) > _LEFT_GIB:
+            self.restart()
+        return {"error": error} if error else _result(answers, task.world_size)
+
+    def close(self) -> None:
+        """End the processes."""
+        for workers in (self._workers, self._next):
+            if workers is not None:
+                workers.close()
+
+
+def _result(answers: list[dict[str, Any]], world_size: int) -> dict[str, Any]:
+    """Of the answers by rank; replicas that train side by side, each by itself, have the mean of their times."""
+    result = {**answers[0], "peak_memory_gib": max(answer["peak_memory_gib"] for answer in answers)}
+    replicas = [answer["step_seconds"] for answer in answers[::world_size]]
+    if len(replicas) > 1:
+        result["step_seconds"] = [statistics.mean(times) for times in zip(*replicas, strict=True)]
+        medians = ", ".join(f"{statistics.median(times):.4g}" for times in replicas)
+        result["notes"] += f"; the mean of {len(replicas)} side by side: {medians} s"
+    return result
 
 
 class Programs:
     """Programs by name, started on entering and ended on leaving."""
 
-    def __init__(self, launches: Mapping[str, Launch], world_size: int, platform: str, logs: Path) -> None:
+    def __init__(
+        self, launches: Mapping[str, Launch], world_size: int, platform: str, logs: Path, standby: bool = False
+    ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self._programs = {name: Program(name, launch, world_size, platform, logs) for name, launch in launches.items()}
+        self._programs = {
+            name: Program(name, launch, world_size, platform, logs, standby) for name, launch in launches.items()
+        }
 
     def __enter__(self) -> dict[str, Program]:
         for program in self._programs.values():
-            program.wait_until_ready(300)
+            program.wait_until_ready(_START_SECONDS)
         return self._programs
 
     def __exit__(
@@ -165,14 +211,14 @@ def _environment(tree: Path, rank: int, world_size: int, platform: str) -> dict[
     return environment
 
 
-def _listen(lines: Any, log: Any, answers: queue.Queue[dict[str, Any] | None]) -> None:
+def _listen(lines: Any, log: Any, rank: int, answers: queue.Queue[tuple[int, dict[str, Any] | None]]) -> None:
     for line in lines:
         if line.startswith(MARK):
-            answers.put(json.loads(line[len(MARK) :]))
+            answers.put((rank, json.loads(line[len(MARK) :])))
         else:
             log.write(line)
             log.flush()
-    answers.put(None)
+    answers.put((rank, None))
 
 
 def _free_port() -> int:

@@ -58,10 +58,12 @@ def ratios(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 def round_ratios(programs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """For each other run of megatron-wrap a line: its speed over that of `ours`, by round."""
-    ours = programs.get("ours", {})
+    ours = programs.get("ours")
+    if ours is None or "error" in ours:
+        return []
     lines = []
     for name, program in programs.items():
-        if name.startswith("ours-") and "error" not in program and "error" not in ours:
+        if name.startswith("ours-") and "error" not in program:
             pairs = zip(ours["round_step_seconds"], program["round_step_seconds"], strict=True)
             ratio = [ours_seconds / seconds for ours_seconds, seconds in pairs]
             rounds = ", ".join(f"{value:.4f}" for value in ratio)

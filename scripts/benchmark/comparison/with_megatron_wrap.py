@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
+import os
+from pathlib import Path
 from typing import Any
+
+from stage_times import stage_report, timed_passes
 
 from comparison.task import Outcome, StepClock, Task
 from megatron_wrap.core import MegatronWrap
@@ -16,17 +22,49 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
     """Train.
 
     Args:
-        options: `overrides`, further `a.b.c=value` of a variant.
+        options: `overrides`, further `a.b.c=value` of a variant, and `folder`, which the run may write.
     """
-    overrides = [*task.overrides, *_SAME_RATE, *options.get("overrides", [])]
-    with MegatronWrap(task.config, overrides=overrides) as wrap:
+    replica = int(os.environ.get("LOCAL_RANK", "0")) // task.world_size
+    folder = Path(options["folder"], str(replica))
+    own = (*_SAME_RATE, f"megatron_wrap.logger.output_dir={folder}", f"megatron_wrap.profile.output_dir={folder}")
+    with MegatronWrap(task.config, overrides=[*task.overrides, *own, *options["overrides"]]) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         samples = [{"input_ids": tokens, "loss_mask": [1] * len(tokens)} for tokens in task.samples()]
-        clock, losses = StepClock(task), []
-        batches = wrap.batches(samples)
-        for batch in itertools.islice(batches, task.warmup + task.steps):
-            losses.append(wrap.train(batch)["loss"])
-            clock.step_ends()
-        batches.close()
-        return Outcome(clock.measured_seconds(), losses, wrap.state.parallel.layout)
+        batches, stages = wrap.batches(samples), wrap.config.parallel.pipeline_model_parallel_size
+        with timed_passes() if stages == task.world_size > 1 else contextlib.nullcontext() as pass_seconds:
+            clock, losses = StepClock(task), []
+            for batch in itertools.islice(batches, task.warmup + task.steps):
+                losses.append(wrap.train(batch)["loss"])
+                clock.step_ends()
+            batches.close()
+            times = pass_seconds() if pass_seconds else []
+        notes = [wrap.state.parallel.layout]
+        if times:
+            notes.append(_stages(wrap, times, task))
+        if steps := wrap.config.profile.steps:
+            notes += _profile(folder / f"iterations-{min(steps)}-{max(steps)}" / "profile.json")
+        return Outcome(clock.measured_seconds(), losses, "; ".join(notes))
+
+
+def _stages(wrap: MegatronWrap, times: list[float], task: Task) -> str:
+    """Predicted and measured times of the pipeline stages."""
+    count = len(times) // (task.warmup + task.steps)
+    per_step = [times[start : start + count] for start in range(task.warmup * count, len(times), count)]
+    report = stage_report("", wrap, per_step)
+    layers = "+".join(map(str, report["layers"]))
+    pairs = zip(report["predicted_ms"], report["measured_ms"], report["difference"], strict=True)
+    stages = ", ".join(f"{ours} for {real} ({difference:+.1%})" for ours, real, difference in pairs)
+    return f"layers {layers}, predicted for measured ms a micro-batch: {stages}"
+
+
+def _profile(path: Path) -> list[str]:
+    """What the profile of each process contains, in shares of its step; only the first process has the file."""
+    if not path.exists() or int(os.environ.get("RANK", "0")):
+        return []
+    ranks = json.loads(path.read_text())["ranks"]
+    return [
+        f"profile of rank {rank}, {step['step_ms']:,.1f} ms: "
+        + ", ".join(f"{kind} {time / step['step_ms']:.1%}" for kind, time in step["milliseconds"].items())
+        for rank, step in enumerate(ranks)
+    ]

@@ -50,8 +50,11 @@ def main(program: str) -> None:
     _say({"ready": program})
     for line in sys.stdin:
         order = json.loads(line)
+        task = Task(**order["task"])
         os.environ["MASTER_PORT"] = str(order["port"])  # a new port for each start of torch.distributed
-        _say(_result(module, Task(**order["task"]), order["options"]))
+        if "RANK" in os.environ:  # LOCAL_RANK stays the index of its device
+            os.environ |= {"RANK": str(order["rank"]), "WORLD_SIZE": str(task.world_size)}
+        _say(_result(module, task, order["options"]))
 
 
 def _result(module: Any, task: Task, options: dict[str, Any]) -> dict[str, Any]:
