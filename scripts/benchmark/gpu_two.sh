@@ -21,13 +21,13 @@ ep=$parallel.expert_model_parallel_size virtual=$parallel.virtual_pipeline_model
 torch=$arch.transformer_impl=torch hidden=$parallel.tp_comm_overlap=true graphs=$arch.cuda_graph_impl=local
 linear=megatron_wrap.model_provider.linear_cross_entropy=true
 if [ "$size" = 1b ]; then
-  limit=${LIMIT:-540} seconds=60 platform=(--standby)
+  limit=${LIMIT:-540} seconds=45 platform=(--standby)
   dense=1.5b-4096 wide=8b-layers-4096 experts=moe-30b-a3b-layers-balanced shared=deepseek-v3-layers-balanced
   lengths=(8192 32768) tokens=131072 engine=$arch.transformer_impl=transformer_engine
   fused="Transformer Engine's cross-entropy" buffers=",user buffers" permuted=",fused router and permutation"
   fp8="$dtype.fp8=hybrid $dtype.fp8_recipe=delayed"
   one_layers=4 layers=7  # of experts: what one and two GPUs of 80 GB train, the bare loop too
-  memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -1)
+  memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | head -1)
   [ "${memory:-0}" -lt 100000 ] || one_layers=8 layers=12
 else
   limit=${LIMIT:-3600} seconds=300 platform=(--platform cpu)
@@ -37,6 +37,7 @@ else
   fp8=$arch.rotary_base=20000  # products in FP8 need a GPU
   one_layers=2 layers=2
 fi
+slow=(--timeout $((seconds + 35)))  # a profile's trace is read afterwards
 profiled="megatron_wrap.profile.steps=[4,5] megatron_wrap.profile.memory_snapshot=false"
 
 file=$work/tasks.txt; : > "$file"
@@ -86,8 +87,9 @@ done
 # Experts: forced balance; the profile has exposed communication and idle time
 task ep-one $experts --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
 bare "$fused$permuted,overlapped communication"
-task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" --variant "ours-profile: $profiled"
-task ep-micro-2 $experts $arch.num_layers=$layers $ep=2 $step=16 $micro=2 "${flags[@]}" --variant "ours-profile: $profiled"
+task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled"
+task ep-micro-2 $experts $arch.num_layers=$layers $ep=2 $step=16 $micro=2 "${flags[@]}" "${slow[@]}" \
+  --variant "ours-profile: $profiled"
 # Small and large micro-batches
 task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch" --variant "ours-8: $micro=8" \
   --variant "ours-profile: $micro=4 $profiled" --variant "ours-symmetric-memory: $torch $hidden" \
@@ -111,7 +113,8 @@ if [ "$size" = 1b ]; then
     --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1" \
     --variant "ours-experts: $mixture"
 fi
-task ep-shared $shared $arch.num_layers=$layers $ep=2 $step=16 "${alone[@]}" --only-variants --variant "ours-profile: $profiled"
+task ep-shared $shared $arch.num_layers=$layers $ep=2 $step=16 "${alone[@]}" "${slow[@]}" --only-variants \
+  --variant "ours-profile: $profiled"
 
 "${PYTHON:-python3}" scripts/benchmark/compare.py --tasks "$file" "${platform[@]}" --devices 2 --rounds 1 --steps 4 --warmup 1 \
   --timeout "$seconds" --limit "$((limit - SECONDS))" --output "$work" 2>&1 | tee -a "$kept/results.txt"
