@@ -2,6 +2,7 @@
 
     python scripts/benchmark/checkpoint_cost.py --gib 1 --folder /dev/shm/cost [--folder outputs/cost] [--rounds 5]
         [--seconds 170] [--platform cuda] [--config scripts/benchmark/llama-1b.yaml] [KEY=VALUE ...]
+    python scripts/benchmark/checkpoint_cost.py --gib 4 --folder /dev/shm/cost --pairs 7 [--hash-threads 8 12]
 
 The state is that of a Llama whose weights and optimizer have the given size, or that of a configuration. In each round
 and folder, in changing order: a plain save as torch writes it (CRC-32, no SHA-256) and one with SHA-256, an
@@ -9,11 +10,13 @@ asynchronous save (the time until it returns, and until it is published), and a 
 the other, one without verification, whose tensors are read ahead by threads, and one with it; with the files in the
 system cache and from the disk (not from a tmpfs, which has none). Each time is printed at once, with the processor
 seconds of this process; at the end medians, and the medians of the rounds' ratios. The last line has all values as
-JSON. With `--seconds`, counted from the start of the program, no measurement begins that would end later.
+JSON. With `--pairs` only loads without verification and with it are measured, in turn, and what their threads do is
+printed as well. With `--seconds`, counted from the start of the program, no measurement begins that would end later.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -25,8 +28,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from load_timeline import Timeline, print_timelines
 from train_speed import random_tokens
 
+from megatron_wrap.checkpoint.files.verification import HASHERS
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
 
 CONFIG = Path(__file__).with_name("overhead.yaml")
@@ -78,6 +83,15 @@ def without_verification() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def hashing_by(threads: int) -> Iterator[None]:
+    """Loads hash with at most that many threads."""
+    from megatron_wrap.checkpoint.files import verification
+
+    with mock.patch.object(verification, "HASHERS", threads):
+        yield
+
+
+@contextlib.contextmanager
 def as_torch_reads() -> Iterator[None]:
     """Loads read one tensor after the other with torch's reader, and compare nothing."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -112,6 +126,11 @@ def file_system(folder: Path) -> str:
     return max(around, key=lambda entry: len(entry[0]))[1]
 
 
+def ratios_text(ratios: list[float]) -> str:
+    """Median, extremes and number."""
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}, of {len(ratios)})"
+
+
 class TimeIsOver(Exception):
     """The next measurement would end after the limit."""
 
@@ -128,6 +147,8 @@ class Measurement:
     def __init__(self, wrap: Any, background: Any, folder: Path, end: float) -> None:
         self._wrap, self._background, self._folder, self._end = wrap, background, folder, end
         self._newest = folder
+        self.timelines: dict[str, list[Timeline]] = defaultdict(list)
+        """Of the loads of pairs."""
         self.is_tmpfs = file_system(folder) == TMPFS
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.gib = 0.0
@@ -155,26 +176,47 @@ class Measurement:
         self._record(f"{name}, until published", time.perf_counter() - started, None)
         self._keep()
 
-    def load(self, kind: str, way: str) -> None:
+    def load(self, kind: str, way: str, context: Callable[[], Any] | None = None) -> None:
         """A load of the newest checkpoint."""
         from megatron_wrap.checkpoint.save_load import load_checkpoint
 
         if not LOADS[kind]:
             uncached(self._newest)
-        with CONTEXTS[way]():
+        with (context or CONTEXTS[way])():
             self._timed(f"{way}, {kind}", lambda: load_checkpoint(self._wrap.state, self._newest))
 
-    def ratios(self) -> dict[str, float]:
-        """Medians of the rounds' ratios."""
+    def pairs(self, kind: str, threads: list[int], count: int) -> None:
+        """Loads without verification and with it, by each number of threads that hash, in turn and with timelines; the
+        order changes. What the first of each sets up is not counted."""
+        ways: dict[str, Callable[[], Any]] = {UNVERIFIED: without_verification}
+        for number in threads:
+            ways[f"{LOAD}, {number} threads hash"] = functools.partial(hashing_by, number)
+        for number in range(count + 1):
+            for way in list(ways)[:: 1 if number % 2 else -1]:
+                timeline = Timeline()
+                with timeline.recording():
+                    self.load(kind, way, ways[way])
+                if number:
+                    self.timelines[f"{way}, {kind}"].append(timeline)
+                else:
+                    self.seconds.pop(f"{way}, {kind}")
+
+    def ratios(self) -> dict[str, list[float]]:
+        """Ratios of each round."""
         pairs = {"hashing: save / torch's": (PLAIN, BARE), "hold-up: asynchronous / plain save": (BACKGROUND, PLAIN)}
         for kind in LOADS:
-            pairs[f"verification, {kind}: load / without"] = (f"{LOAD}, {kind}", f"{UNVERIFIED}, {kind}")
+            for name in self.seconds:
+                if name.startswith(f"{LOAD}, ") and name.endswith(f", {kind}"):
+                    pairs[f"verification, {kind}: {name.removesuffix(f', {kind}')} / without"] = (
+                        name,
+                        f"{UNVERIFIED}, {kind}",
+                    )
             pairs[f"verification, {kind}: load / torch's"] = (f"{LOAD}, {kind}", f"{TORCH}, {kind}")
         every = {
             label: (self.seconds.get(one, []), self.seconds.get(other, [])) for label, (one, other) in pairs.items()
         }
         return {
-            label: statistics.median(one / other for one, other in zip(ones, others, strict=False))
+            label: [one / other for one, other in zip(ones, others, strict=False)]
             for label, (ones, others) in every.items()
             if ones and others
         }
@@ -222,12 +264,17 @@ def print_table(measurement: Measurement) -> None:
     for name, seconds in measurement.seconds.items():
         middle = statistics.median(seconds)
         print(f"{name:<66} {middle:8.3f} s  {measurement.gib / middle:7.2f} GiB/s  (of {len(seconds)})")
-    for label, ratio in measurement.ratios().items():
-        print(f"{label:<66} {ratio:8.3f}")
+    for label, ratios in measurement.ratios().items():
+        print(f"{label:<66} {ratios_text(ratios)}")
+    for name, timelines in measurement.timelines.items():
+        print(f"\n{name}")
+        print_timelines(timelines)
 
 
-def measure(wrap: Any, folders: list[Path], rounds: int, end: float) -> list[Measurement]:
-    """All rounds, or those that the limit allows. What a first save sets up is not counted."""
+def measure(
+    wrap: Any, folders: list[Path], end: float, rounds: int, pairs: int, threads: list[int]
+) -> list[Measurement]:
+    """All rounds, or `pairs` of loads, or those that the limit allows. What a first save sets up is not counted."""
     from megatron_wrap.checkpoint.background import BackgroundSaves
 
     background = BackgroundSaves(wrap.platform.device, lambda: None)
@@ -235,7 +282,10 @@ def measure(wrap: Any, folders: list[Path], rounds: int, end: float) -> list[Mea
     try:
         for measurement in measurements:
             measurement.save(f"first {PLAIN}")
-        for number in range(rounds):
+            for kind, cached in LOADS.items():
+                if pairs and (cached or not measurement.is_tmpfs):
+                    measurement.pairs(kind, threads, pairs)
+        for number in range(0 if pairs else rounds):
             for measurement in measurements:
                 one_round(measurement, number % 2 == 1)
     except TimeIsOver:
@@ -252,6 +302,8 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="a run whose state is saved")
     parser.add_argument("--folder", type=Path, action="append", help="a new folder; may be repeated")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=0, help="only loads: so many pairs with and without verification")
+    parser.add_argument("--hash-threads", type=int, nargs="+", default=[HASHERS], help="of --pairs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="limit of the whole program")
     parser.add_argument("--platform", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
@@ -277,9 +329,8 @@ def main(started: float) -> None:
             wrap.setup_model_and_optimizer()
             wrap.train(random_tokens(1, SEQUENCE, VOCABULARY))  # the optimizer has a state then
             print(f"set up after {time.perf_counter() - started:.1f} s", flush=True)
-            measurements = measure(
-                wrap, [folder / "checkpoints" for folder in folders], arguments.rounds, started + arguments.seconds
-            )
+            paths, end = [folder / "checkpoints" for folder in folders], started + arguments.seconds
+            measurements = measure(wrap, paths, end, arguments.rounds, arguments.pairs, arguments.hash_threads)
         for folder, measurement in zip(folders, measurements, strict=True):
             kind, processors = file_system(folder), len(os.sched_getaffinity(0))
             print(f"\n{measurement.gib:.2f} GiB in {folder} ({kind}), {processors} processors, {arguments.platform}")

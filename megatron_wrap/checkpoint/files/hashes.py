@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,23 +95,36 @@ def _hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> list[str]:
     return [hash_block(folder / name, index) for name, index in blocks]
 
 
-def hash_block(path: Path, index: int, wait_for: Callable[[int], object] | None = None) -> str:
+def hash_block(
+    path: Path, index: int, wait_for: Callable[[int], object] | None = None, buffer: memoryview | None = None
+) -> str:
     """SHA-256 of a block of a file, hexadecimal.
 
     Args:
         wait_for: for a file that is still being written; is called with a number of bytes, and returns when the file
             has that many or is complete.
+        buffer: memory for what is read at once; None: `PIECE_BYTES`, allocated. A thread waits for Python's lock after
+            each reading and each hashing, up to 5 ms while another one computes.
     """
-    result, piece, last = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES)), (index + 1) * BLOCK_BYTES
+    result, piece = hashlib.sha256(), buffer_of(PIECE_BYTES) if buffer is None else buffer
+    position, last = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
     with path.open("rb", buffering=0) as stream:
-        stream.seek(index * BLOCK_BYTES)
-        for begin in range(index * BLOCK_BYTES, last, PIECE_BYTES):
-            end = min(begin + PIECE_BYTES, last)
+        stream.seek(position)
+        while position < last:
+            end = min(position - position % len(piece) + len(piece), last)
             if wait_for is not None:
                 wait_for(end)
-            while stream.tell() < end and (size := stream.readinto(piece[: end - stream.tell()])):
-                result.update(piece[:size])
+            size = stream.readinto(piece[: end - position])
+            if not size:
+                break
+            result.update(piece[:size])
+            position += size
     return result.hexdigest()
+
+
+def buffer_of(num_bytes: int) -> memoryview:
+    """Memory for `hash_block`. A bytearray would be filled with zeros while other threads wait for Python's lock."""
+    return memoryview(mmap.mmap(-1, num_bytes))
 
 
 def _hash_list(hashes: list[str]) -> str:

@@ -3,19 +3,22 @@ read the tensors in them ahead of their copies to the model."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.files.hashes import BLOCK_BYTES, block_damage, hash_block, hash_threads
+from megatron_wrap.checkpoint.files.hashes import BLOCK_BYTES, block_damage, buffer_of, hash_block
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.platform.megatron_core.checkpoint_reader import FilePart
 from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 Block = tuple[str, int]
 """File and number of the block."""
+HASHERS = 12
+"""Threads that hash, at most. SHA-256 is slower than the reading by several threads, which waits for it."""
+HASH_BYTES = 16 * 2**20
+"""Memory of each of them."""
 READERS = 4
 """Threads that read, at most; most of the time is the copy from the system's cache."""
 AHEAD_BYTES = 512 * 2**20
@@ -32,9 +35,9 @@ class BlockVerification:
 
     def __init__(self, folder: Path, hashes: Mapping[str, Any]) -> None:
         self._folder, self._hashes = folder, hashes
-        self._pool = ThreadPoolExecutor(hash_threads(), thread_name_prefix="verification")
+        self._pool = ThreadPoolExecutor(threads_of_rank(HASHERS), thread_name_prefix="verification")
+        self._buffers: list[memoryview] = []
         self._values: dict[Block, Future[str]] = {}
-        self._lock = threading.Lock()
         self.damage: str | None = None
         """The first block that differed or could not be read, as text."""
 
@@ -45,11 +48,10 @@ class BlockVerification:
         self._pool.shutdown(cancel_futures=True)
 
     def begin(self, part: int, parts: int) -> None:
-        """Begin to hash blocks before it is known which are read: one for each thread, from the position at which this
-        part of the files begins. A rank's own files are there, and the first reading waits less."""
+        """Begin to hash a part of the files before it is known which are read. A rank's own files are there, and the
+        first reading waits less."""
         every = self._every_block()
-        first = len(every) * part // parts
-        self._hash(every[first : first + hash_threads()])
+        self._hash(every[len(every) * part // parts : len(every) * (part + 1) // parts])
 
     def ahead(self, parts: Sequence[FilePart], read: Callable[[FilePart], Any]) -> Iterator[tuple[FilePart, Any]]:
         """Each part and what `read` returned for it, in this order; threads call it when a part's blocks are compared.
@@ -57,6 +59,7 @@ class BlockVerification:
         Raises:
             CheckpointError: a block differs, or cannot be read.
         """
+        self._forget_waiting()
         for part in parts:
             self._hash(self._blocks(*part))
 
@@ -84,10 +87,24 @@ class BlockVerification:
 
     def _hash(self, blocks: Sequence[Block]) -> None:
         """Begin to hash these blocks, in this order, after those that were begun before."""
-        with self._lock:
-            for name, index in blocks:
-                if (name, index) not in self._values:
-                    self._values[name, index] = self._pool.submit(hash_block, self._folder / name, index)
+        for name, index in blocks:
+            if (name, index) not in self._values:
+                self._values[name, index] = self._pool.submit(self._hash_block, name, index)
+
+    def _hash_block(self, name: str, index: int) -> str:
+        """In the buffer of an earlier block, if there is one: pages of new memory cost as much as the reading."""
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = buffer_of(min(HASH_BYTES, BLOCK_BYTES))
+        try:
+            return hash_block(self._folder / name, index, buffer=buffer)
+        finally:
+            self._buffers.append(buffer)
+
+    def _forget_waiting(self) -> None:
+        """Leave blocks that no thread hashes yet, so that others come first."""
+        self._values = {block: value for block, value in self._values.items() if not value.cancel()}
 
     def _require(self, name: str, offset: int, length: int) -> None:
         """Wait until the blocks of a part are compared, and raise if one differs."""
