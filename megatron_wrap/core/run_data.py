@@ -26,7 +26,7 @@ from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.parallel.state import ParallelState
-from megatron_wrap.plan.model_shape import model_shape
+from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.utils.dist_logger import logger
 
 

@@ -26,9 +26,9 @@ from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, GRADIENTS, OPTIMIZER, doing, phase
-from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
+from megatron_wrap.plan.flops import tflops_per_device, training_flops
 
 _STOP = "stop_requests"
 

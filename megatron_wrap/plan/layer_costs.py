@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import fp8_settings
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.metrics.throughput import ModelShape, attention_width, layer_weights, output_weights
+from megatron_wrap.plan.flops import ModelShape, attention_width, layer_weights, output_weights
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,24 @@ def model_costs(config: RunConfig, shape: ModelShape, device: str) -> ModelCosts
     Args:
         device: name of the GPU; "" on CPUs.
     """
-    speed, seq_length = device_speed(device), config.train.seq_length
+    arch, speed, seq_length = shape.arch, device_speed(device), config.train.seq_length
     # forward and backward pass are three forward passes; recomputation adds a part of one
     granularity = config.recompute.recompute_granularity
     passes = 4.0 if granularity == "full" else 3.0
     attention_passes = 4.0 if granularity is not None else 3.0
     faster = 1.0 if fp8_settings(config) is None else _FP8_PRODUCTS
-    elementwise = speed.elementwise * shape.hidden_size
-    attention = attention_passes * attention_width(shape) * seq_length / speed.attention
+    elementwise = speed.elementwise * arch.hidden_size
+    attention = attention_passes * attention_width(arch) * seq_length / speed.attention
 
     def layer(has_experts: int, is_linear: int) -> float:
-        products = passes * 2 * layer_weights(shape, bool(has_experts), bool(is_linear)) / speed.products / faster
+        products = passes * 2 * layer_weights(arch, bool(has_experts), bool(is_linear)) / speed.products / faster
         return products + (0.0 if is_linear else attention) + elementwise * passes / 3
 
     output = 3 * 2 * output_weights(shape) / speed.products + speed.loss * (shape.output_size or shape.vocab_size)
-    projection = passes * 2 * 2 * shape.hidden_size**2 / speed.products
-    ahead = shape.prediction_layers * (layer(int(shape.prediction_experts), 0) + projection + output)
-    kinds = zip(derived.moe_layer_pattern(config.arch), derived.linear_layer_pattern(config.arch), strict=True)
+    projection = passes * 2 * 2 * arch.hidden_size**2 / speed.products
+    experts = derived.moe_layer_pattern(arch)
+    ahead = derived.trained_prediction_layers(arch) * (layer(experts[-1], 0) + projection + output)
+    kinds = zip(experts, derived.linear_layer_pattern(arch), strict=True)
     return ModelCosts(
         layers=tuple(layer(has_experts, is_linear) for has_experts, is_linear in kinds),
         embedding=elementwise / 3,

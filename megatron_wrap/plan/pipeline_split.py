@@ -10,8 +10,8 @@ from megatron_wrap.config.defaults import Choice, with_choices
 from megatron_wrap.config.reading.pipeline_layout import PipelineLayout, even_layout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.plan.layer_costs import ModelCosts, model_costs
-from megatron_wrap.plan.model_shape import model_shape
 
 LAYOUT_KEY = "parallel.pipeline_model_parallel_layout"
 

@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from megatron_wrap.config.schema import derived
-from megatron_wrap.metrics.throughput import ModelShape, training_flops
 from megatron_wrap.parallel.collectives import gather_objects
+from megatron_wrap.plan.flops import ModelShape, training_flops
 from megatron_wrap.plan.pipeline_split import faster_split
 from megatron_wrap.profiling.advice import ProfiledRun, StepMemory, memory_changes, promising_changes
 from megatron_wrap.profiling.breakdown import StepBreakdown, break_down

@@ -27,8 +27,8 @@ from train_speed import random_tokens
 
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
 from megatron_wrap.parallel.collectives import gather_objects
+from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.plan.layer_costs import ANY_DEVICE, device_speed, model_costs
-from megatron_wrap.plan.model_shape import model_shape
 from megatron_wrap.plan.pipeline_split import named_split, stage_costs
 
 CONFIG = Path(__file__).with_name("llama-1b.yaml")

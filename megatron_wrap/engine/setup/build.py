@@ -45,7 +45,7 @@ from megatron_wrap.model.provider import MegatronModelProviderEntry, padded_voca
 from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.model.transformer_config import experts_impl, same_named, transformer_config, use_transformer_engine
 from megatron_wrap.parallel.state import ParallelState
-from megatron_wrap.plan.model_shape import model_shape
+from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.platform.base.machine import megatron_core_version
 from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.platform.megatron_core.versions import accepts, version

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.reference.reference_model import ReferenceModel
     from megatron_wrap.engine.state.open_step import OpenStep
     from megatron_wrap.flow import MegatronWrapTrainingFlowBase
-    from megatron_wrap.metrics.throughput import ModelShape
     from megatron_wrap.parallel.state import ParallelState
+    from megatron_wrap.plan.flops import ModelShape
     from megatron_wrap.platform.base.platform import Platform
 
 

@@ -17,8 +17,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.metrics.throughput import tflops_per_device, training_flops
-from megatron_wrap.plan.model_shape import model_shape
+from megatron_wrap.plan.flops import model_shape, tflops_per_device, training_flops
 
 FORCED_BALANCE = "moe_router_force_load_balancing"
 

@@ -10,8 +10,8 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_wrap.config.reading.pipeline_layout import PipelineLayout, even_layout, parse_layout
 from megatron_wrap.core.config import load_run_config
+from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.plan.layer_costs import ModelCosts, model_costs
-from megatron_wrap.plan.model_shape import model_shape
 from megatron_wrap.plan.pipeline_split import faster_split, split_by_cost, split_choice, stage_costs, waste, with_split
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,9 +18,8 @@ from megatron_wrap.engine.batches.micro_batching import MicroBatching, micro_bat
 from megatron_wrap.engine.batches.packed_rows import padded_length
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow
-from megatron_wrap.metrics.throughput import training_flops
 from megatron_wrap.parallel.state import Axis, ParallelState
-from megatron_wrap.plan.model_shape import model_shape
+from megatron_wrap.plan.flops import model_shape, training_flops
 
 SHAPE_OF_1B = Path(__file__).parents[4] / "scripts/benchmark/llama-1b.yaml"
 MOCK = Path(__file__).parents[4] / "configs/tiny-llama-mock.yaml"

@@ -24,89 +24,86 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from megatron_wrap.metrics.throughput import (
-    ExpertShape,
-    LatentAttentionShape,
-    LinearAttentionShape,
-    ModelShape,
-    forward_flops,
-    tflops_per_device,
-    training_flops,
-)
+from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.plan.flops import ModelShape, forward_flops, tflops_per_device, training_flops
 
 pytestmark = pytest.mark.transformers
 
-LLAMA = ModelShape(
+VOCABULARY = 96
+LLAMA = ArchConfig(
     num_layers=3,
     hidden_size=32,
     ffn_hidden_size=88,
     num_attention_heads=4,
     num_query_groups=2,
     kv_channels=16,
-    vocab_size=96,
-    gated_linear_unit=True,
+    swiglu=True,
+    upstream={},
 )
-GPT2 = dataclasses.replace(
-    LLAMA, num_layers=2, ffn_hidden_size=128, num_query_groups=4, kv_channels=8, gated_linear_unit=False
-)
+GPT2 = dataclasses.replace(LLAMA, num_layers=2, ffn_hidden_size=128, num_query_groups=4, kv_channels=8, swiglu=False)
 QWEN2_MOE = dataclasses.replace(
     LLAMA,
     num_query_groups=4,
     kv_channels=8,
-    experts=ExpertShape(
-        num_layers=2, num_experts=6, topk=3, ffn_hidden_size=24, shared_ffn_hidden_size=40, shared_gate=True
-    ),
+    num_experts=6,
+    moe_layer_freq=(0, 1, 1),
+    moe_router_topk=3,
+    moe_ffn_hidden_size=24,
+    moe_shared_expert_intermediate_size=40,
+    moe_shared_expert_gate=True,
 )
-
-
 DEEPSEEK = dataclasses.replace(
     QWEN2_MOE,
-    experts=dataclasses.replace(QWEN2_MOE.experts, shared_ffn_hidden_size=48, shared_gate=False),
-    latent_attention=LatentAttentionShape(
-        q_lora_rank=20, kv_lora_rank=12, qk_head_dim=14, qk_pos_emb_head_dim=4, v_head_dim=6
-    ),
+    moe_shared_expert_intermediate_size=48,
+    moe_shared_expert_gate=False,
+    multi_latent_attention=True,
+    q_lora_rank=20,
+    kv_lora_rank=12,
+    qk_head_dim=10,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=6,
 )
 GLM = dataclasses.replace(
     QWEN2_MOE,
     num_query_groups=2,
     kv_channels=16,
-    experts=dataclasses.replace(QWEN2_MOE.experts, shared_ffn_hidden_size=24, shared_gate=False),
+    moe_shared_expert_intermediate_size=24,
+    moe_shared_expert_gate=False,
 )
-DEEPSEEK_LITE = dataclasses.replace(
-    DEEPSEEK, latent_attention=dataclasses.replace(DEEPSEEK.latent_attention, q_lora_rank=None)
-)
+DEEPSEEK_LITE = dataclasses.replace(DEEPSEEK, q_lora_rank=None)
+GATED = dataclasses.replace(LLAMA, attention_output_gate=True)
 
 
-GATED = dataclasses.replace(LLAMA, output_gate=True)
+def of(arch, output_size=None):
+    return ModelShape(arch, VOCABULARY, output_size)
 
 
-def llama_sizes(shape):
+def llama_sizes(arch):
     """Arguments of transformers' configurations of Llama-like models."""
     return {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_query_groups,
-        "vocab_size": shape.vocab_size,
+        "hidden_size": arch.hidden_size,
+        "intermediate_size": arch.ffn_hidden_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_attention_heads,
+        "num_key_value_heads": arch.num_query_groups,
+        "vocab_size": VOCABULARY,
         "attn_implementation": "eager",
     }
 
 
-def make_deepseek(shape=DEEPSEEK):
-    experts, latent = shape.experts, shape.latent_attention
+def make_deepseek(arch=DEEPSEEK):
     config = DeepseekV2Config(
-        **llama_sizes(shape),
+        **llama_sizes(arch),
         first_k_dense_replace=1,
-        n_routed_experts=experts.num_experts,
+        n_routed_experts=arch.num_experts,
         n_shared_experts=2,
-        num_experts_per_tok=experts.topk,
-        moe_intermediate_size=experts.ffn_hidden_size,
-        q_lora_rank=latent.q_lora_rank,
-        kv_lora_rank=latent.kv_lora_rank,
-        qk_nope_head_dim=latent.qk_head_dim - latent.qk_pos_emb_head_dim,
-        qk_rope_head_dim=latent.qk_pos_emb_head_dim,
-        v_head_dim=latent.v_head_dim,
+        num_experts_per_tok=arch.moe_router_topk,
+        moe_intermediate_size=arch.moe_ffn_hidden_size,
+        q_lora_rank=arch.q_lora_rank,
+        kv_lora_rank=arch.kv_lora_rank,
+        qk_nope_head_dim=arch.qk_head_dim,
+        qk_rope_head_dim=arch.qk_pos_emb_head_dim,
+        v_head_dim=arch.v_head_dim,
         experts_implementation="eager",
     )
     return DeepseekV2ForCausalLM(config)
@@ -117,28 +114,26 @@ def make_deepseek_lite():
 
 
 def make_glm():
-    experts = GLM.experts
     config = Glm4MoeConfig(
         **llama_sizes(GLM),
         head_dim=GLM.kv_channels,
         first_k_dense_replace=1,
-        n_routed_experts=experts.num_experts,
-        num_experts_per_tok=experts.topk,
-        moe_intermediate_size=experts.ffn_hidden_size,
+        n_routed_experts=GLM.num_experts,
+        num_experts_per_tok=GLM.moe_router_topk,
+        moe_intermediate_size=GLM.moe_ffn_hidden_size,
         experts_implementation="eager",
     )
     return Glm4MoeForCausalLM(config)
 
 
 def make_qwen2_moe():
-    experts = QWEN2_MOE.experts
     config = Qwen2MoeConfig(
         **llama_sizes(QWEN2_MOE),
         mlp_only_layers=[0],
-        num_experts=experts.num_experts,
-        num_experts_per_tok=experts.topk,
-        moe_intermediate_size=experts.ffn_hidden_size,
-        shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
+        num_experts=QWEN2_MOE.num_experts,
+        num_experts_per_tok=QWEN2_MOE.moe_router_topk,
+        moe_intermediate_size=QWEN2_MOE.moe_ffn_hidden_size,
+        shared_expert_intermediate_size=QWEN2_MOE.moe_shared_expert_intermediate_size,
         experts_implementation="eager",
     )
     return Qwen2MoeForCausalLM(config)
@@ -172,7 +167,7 @@ def make_gpt2():
         n_inner=GPT2.ffn_hidden_size,
         n_layer=GPT2.num_layers,
         n_head=GPT2.num_attention_heads,
-        vocab_size=GPT2.vocab_size,
+        vocab_size=VOCABULARY,
         attn_implementation="eager",
     )
     return GPT2LMHeadModel(config)
@@ -205,44 +200,49 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "shape"), MODELS)
+@pytest.mark.parametrize(("make", "arch"), MODELS)
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 16), (3, 7)])
-def test_flops_equal_torchs_count_for_transformers_models(make, shape, batch_size, length):
+def test_flops_equal_torchs_count_for_transformers_models(make, arch, batch_size, length):
     tokens, squares = batch_size * length, batch_size * length**2
     model = make()
     # Eager attention also computes the scores above the causal diagonal.
-    assert count(model, batch_size, length, backward=False) == forward_flops(shape, tokens, squares, causal=False)
-    assert count(model, batch_size, length, backward=True) == training_flops(shape, tokens, squares, causal=False)
+    assert count(model, batch_size, length, backward=False) == forward_flops(of(arch), tokens, squares, causal=False)
+    assert count(model, batch_size, length, backward=True) == training_flops(of(arch), tokens, squares, causal=False)
 
 
 def test_causal_attention_is_half_the_square():
     tokens, squares = 24, 8**2 + 16**2
-    attention = training_flops(LLAMA, 0, squares, causal=False)
-    assert (
-        training_flops(LLAMA, tokens, squares) == training_flops(LLAMA, tokens, squares, causal=False) - attention / 2
-    )
+    attention = training_flops(of(LLAMA), 0, squares, causal=False)
+    whole = training_flops(of(LLAMA), tokens, squares, causal=False)
+    assert training_flops(of(LLAMA), tokens, squares) == whole - attention / 2
     # 3 passes x 3 layers x 2 products x 2 operations x 64 channels x sum(S^2)
     assert attention == 3 * 3 * 2 * 2 * 64 * squares
 
 
 def test_flops_equal_megatron_lms_formula():
     # attn_layer_flops, mlp_layer_flops and the logits of megatron/training/training.py (0.19.2), with its names
-    for shape in (LLAMA, GPT2):
-        tokens, squares, hidden = 40, 8**2 + 32**2, shape.hidden_size
-        p = shape.kv_channels * shape.num_attention_heads / hidden
-        g = shape.num_query_groups
-        attention = 4 * tokens * hidden * p * (hidden + hidden * (g / shape.num_attention_heads))
+    for arch in (LLAMA, GPT2):
+        tokens, squares, hidden = 40, 8**2 + 32**2, arch.hidden_size
+        p = arch.kv_channels * arch.num_attention_heads / hidden
+        g = arch.num_query_groups
+        attention = 4 * tokens * hidden * p * (hidden + hidden * (g / arch.num_attention_heads))
         attention += 2 * squares * hidden * p
-        expansion = shape.ffn_hidden_size / hidden
-        mlp = 4 * expansion * (1.5 if shape.gated_linear_unit else 1.0) * tokens * hidden**2
-        expected = 3 * (shape.num_layers * (attention + mlp) + 2 * tokens * hidden * shape.vocab_size)
-        assert training_flops(shape, tokens, squares) == pytest.approx(expected, rel=1e-12)
+        expansion = arch.ffn_hidden_size / hidden
+        mlp = 4 * expansion * (1.5 if arch.swiglu else 1.0) * tokens * hidden**2
+        expected = 3 * (arch.num_layers * (attention + mlp) + 2 * tokens * hidden * VOCABULARY)
+        assert training_flops(of(arch), tokens, squares) == pytest.approx(expected, rel=1e-12)
 
 
 def test_flops_of_linear_attention_equal_megatron_lms_formula():
     # linear_self_attn_term of megatron/training/training.py (0.19.2), for heads of one width
-    linear = LinearAttentionShape(
-        num_layers=2, num_key_heads=2, num_value_heads=6, key_head_dim=10, value_head_dim=10, conv_kernel_dim=4
+    linear = dataclasses.replace(
+        GATED,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=(1, 0, 1),
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=10,
+        linear_value_head_dim=10,
     )
     qk_dim, v_dim, hidden = 2 * 10, 6 * 10, GATED.hidden_size
     term = hidden * (2 * qk_dim + 2 * v_dim + 2 * 6) + 4 * (2 * qk_dim + v_dim) + 6 * 10**2 * 4 + hidden * v_dim
@@ -250,16 +250,16 @@ def test_flops_of_linear_attention_equal_megatron_lms_formula():
 
     def of_layers(number):
         """FLOPs of attention and MLPs in layers without linear attention."""
-        return training_flops(dataclasses.replace(GATED, num_layers=number, output_size=0), tokens, squares)
+        return training_flops(of(dataclasses.replace(GATED, num_layers=number), output_size=0), tokens, squares)
 
     mlp = 3 * 2 * tokens * hidden * 3 * GATED.ffn_hidden_size
-    output = 3 * 2 * tokens * hidden * GATED.vocab_size
+    output = 3 * 2 * tokens * hidden * VOCABULARY
     expected = of_layers(1) + 2 * (3 * 2 * tokens * term + mlp) + output
-    assert training_flops(dataclasses.replace(GATED, linear_attention=linear), tokens, squares) == expected
+    assert training_flops(of(linear), tokens, squares) == expected
 
 
 def test_packed_documents_cost_less_than_one_long_sequence():
-    assert training_flops(LLAMA, 32, 2 * 16**2) < training_flops(LLAMA, 32, 32**2)
+    assert training_flops(of(LLAMA), 32, 2 * 16**2) < training_flops(of(LLAMA), 32, 32**2)
 
 
 def test_tflops_per_device():
@@ -268,6 +268,7 @@ def test_tflops_per_device():
 
 
 def test_model_shape_is_immutable():
-    assert dataclasses.replace(LLAMA) == LLAMA
+    shape = of(LLAMA)
+    assert dataclasses.replace(shape) == shape
     with pytest.raises(dataclasses.FrozenInstanceError):
-        LLAMA.num_layers = 4
+        shape.arch = GPT2
