@@ -36,6 +36,10 @@ class Registry(Generic[T]):
 
         return decorate
 
+    def __contains__(self, key: str) -> bool:
+        """Whether a key is registered or from an entry point; the metadata of all packages is read only for these."""
+        return key in self._targets or key in self.keys()
+
     def keys(self) -> list[str]:
         """All keys, registered or from entry points, sorted."""
         from_packages = {point.name for point in importlib.metadata.entry_points(group=self.entry_point_group)}

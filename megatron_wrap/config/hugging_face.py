@@ -213,17 +213,17 @@ def family_of(model_type: str, where: str = "") -> Any:
     Raises:
         ConfigError: there is none; the message names the known ones.
     """
-    known = FAMILIES.keys()
-    if model_type in UNSUPPORTED and model_type not in known:
+    if model_type in FAMILIES:
+        return FAMILIES.resolve(model_type)
+    if model_type in UNSUPPORTED:
         raise UnsupportedModel(
             f"{where + ': ' if where else ''}model_type {model_type} cannot be built exactly: {UNSUPPORTED[model_type]}"
         )
-    if model_type not in known:  # config.json must not name code to import
-        raise ConfigError(
-            f"{where + ': ' if where else ''}unknown model_type {model_type!r}{did_you_mean(model_type, known) or '.'} "
-            f"Known: {', '.join(known)}; megatron_wrap.bridge.register_bridge adds one"
-        )
-    return FAMILIES.resolve(model_type)
+    known = FAMILIES.keys()  # config.json must not name code to import
+    raise ConfigError(
+        f"{where + ': ' if where else ''}unknown model_type {model_type!r}{did_you_mean(model_type, known) or '.'} "
+        f"Known: {', '.join(known)}; megatron_wrap.bridge.register_bridge adds one"
+    )
 
 
 def add_hugging_face(nest: ValidatedNest) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.bridge.loading.hf_path import weights_left_out
 from megatron_wrap.checkpoint.precheck import starting_checkpoint
 from megatron_wrap.checkpoint.reference_config import add_reference_model
 from megatron_wrap.checkpoint.resume import RunCheckpoints
@@ -61,8 +60,6 @@ class Run:
         describe_model(self.state)
         if from_hugging_face:
             logger.info_rank_0(f"loaded weights from {config.model_provider.hf_path}")
-            for warning in weights_left_out(config):
-                logger.warning_rank_0(warning)
         if training and parallel.world.rank == 0:
             for warning in data_warnings(config, tokenizer):
                 logger.warning_rank_0(warning)

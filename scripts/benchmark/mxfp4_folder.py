@@ -1,22 +1,25 @@
 """Seconds to load gpt-oss-20b from the official MXFP4 format: ours and transformers with `dequantize=True`, in turn.
 
-    python scripts/benchmark/mxfp4_folder.py FOLDER [--rounds 2] [--phases] [--tiny]
+    python scripts/benchmark/mxfp4_folder.py FOLDER [--rounds 2] [--phases] [--profile FILE] [--tiny]
 
 Writes a folder with random blocks and scales where there is none (13 GiB; /dev/shm measures no disk), then each way
 loads it in a process of its own: bf16 weights on the device, imports and the start of CUDA not counted. With
 `--phases` the parts of our load are printed, each without the parts within it; those of its threads are sums over the
-threads. The last line has the seconds, and whether the first layer's dequantized experts are the same bit for bit."""
+threads. With `--profile` one more load of ours, which does not count, writes its longest functions and what it imports.
+The last line has the seconds, and whether the first layer's dequantized experts are the same bit for bit."""
 
 import argparse
 import contextlib
+import cProfile
 import hashlib
 import importlib
 import json
+import pstats
 import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,14 +88,18 @@ class Phases:
         "settings of the model": ("megatron_wrap.engine.setup.build", "transformer_config"),
         "headers of the folder": ("megatron_wrap.engine.setup.build", "starting_weights"),
         "build the model": ("megatron_wrap.engine.setup.build", "_built"),
-        "load its weights": ("megatron_wrap.engine.setup.build", "load_weights"),
+        "slices that are read at once": ("megatron_wrap.bridge.loading.load_weights", "_reads"),
+        "wait for what is read": ("concurrent.futures", "Future.result"),
+        "dequantize": ("megatron_wrap.bridge.loading.weight_folder", "dequantized"),
+        "check the values": ("megatron_wrap.bridge.loading.device_reader", "DeviceReader.check_later"),
+        "copy to the parameters": ("megatron_wrap.bridge.loading.load_weights", "_copy"),
+        "rest of load_weights": ("megatron_wrap.engine.setup.build", "load_weights"),
+        "new rows of the vocabulary": ("megatron_wrap.engine.setup.build", "fill_new_rows"),
         "rest of build_chunks": ("megatron_wrap.engine.setup.build", "build_chunks"),
         "rest of build_training_state": ("megatron_wrap.core.run", "build_training_state"),
         "describe the model": ("megatron_wrap.core.run", "describe_model"),
         "read bytes": ("megatron_wrap.bridge.loading.device_reader", "_read_into"),
-        "read and dequantize": ("megatron_wrap.bridge.loading.weight_folder", "dequantized"),
         "wait for the device": ("megatron_wrap.bridge.loading.device_reader", "DeviceReader.finish"),
-        "warnings about weights that are not read": ("megatron_wrap.core.run", "weights_left_out"),
     }
 
     def __init__(self) -> None:
@@ -136,7 +143,20 @@ class Phases:
         return timed
 
 
-def load_ours(folder: Path, with_phases: bool) -> tuple[float, torch.Tensor]:
+@contextlib.contextmanager
+def profiled(file: Path) -> Iterator[None]:
+    """Write the functions of the calling thread and the modules that the block imports."""
+    before, profile = set(sys.modules), cProfile.Profile()
+    with profile:
+        yield
+    imported = Counter(".".join(name.split(".")[:2]) for name in set(sys.modules) - before)
+    with file.open("w") as opened:
+        opened.write("".join(f"{count} modules of {name}\n" for name, count in imported.most_common(30)))
+        for order, functions in (("cumulative", 90), ("tottime", 50)):
+            pstats.Stats(profile, stream=opened).sort_stats(order).print_stats(functions)
+
+
+def load_ours(folder: Path, with_phases: bool, profile: Path | None) -> tuple[float, torch.Tensor]:
     """Seconds, and the compared tensor."""
     importlib.import_module("megatron_wrap.core.run")
     with MegatronWrap.from_pretrained(str(folder), CONFIG, list(OVERRIDES)) as wrap:
@@ -145,7 +165,8 @@ def load_ours(folder: Path, with_phases: bool) -> tuple[float, torch.Tensor]:
             with contextlib.suppress(ImportError, OSError, RuntimeError):  # none, or one for another CUDA
                 importlib.import_module(module)
         phases = Phases()
-        with phases.measured() if with_phases else contextlib.nullcontext():
+        watched = phases.measured() if with_phases else contextlib.nullcontext()
+        with watched if profile is None else profiled(profile):
             seconds = _timed(wrap.setup_model)
         for label, of_phase in sorted(phases.seconds.items(), key=lambda phase: -phase[1]):
             print(f"PHASE {label}: {of_phase:.2f} s")
@@ -183,12 +204,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--phases", action="store_true", help="seconds of the parts of our load")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="longest functions of one more load of ours")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     parser.add_argument("--load", choices=("ours", "transformers"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
         is_ours = arguments.load == "ours"
-        seconds, tensor = load_ours(arguments.folder, arguments.phases) if is_ours else load_theirs(arguments.folder)
+        ours = arguments.folder, arguments.phases, arguments.profile
+        seconds, tensor = load_ours(*ours) if is_ours else load_theirs(arguments.folder)
         digest = hashlib.sha256(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
         peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
         print("LOADED " + json.dumps({"seconds": seconds, "digest": digest, "peak_gib": peak}))
@@ -208,6 +231,9 @@ def main() -> None:
                     print("  " + text.removeprefix("PHASE "))
             results[way].append(json.loads(line.removeprefix("LOADED ")))
             print(f"round {turn + 1}, {way}: {results[way][-1]['seconds']:.2f} s", flush=True)
+    if arguments.profile:
+        command = [sys.executable, __file__, str(arguments.folder), "--load", "ours", "--profile", arguments.profile]
+        subprocess.run(command, capture_output=True, check=True)
     digests = {run["digest"] for runs in results.values() for run in runs}
     seconds = {way: [round(run["seconds"], 2) for run in runs] for way, runs in results.items()}
     peaks = {way: round(max(run["peak_gib"] for run in runs), 1) for way, runs in results.items()}

@@ -57,12 +57,6 @@ def starting_weights(config: RunConfig) -> WeightFolder | None:
     return weights
 
 
-def weights_left_out(config: RunConfig) -> list[str]:
-    """Warnings about weights of `hf_path` that are not read."""
-    weights = starting_weights(config)
-    return [] if weights is None else weights.left_out(folder_arch(config))
-
-
 def folder_arch(config: RunConfig) -> ArchConfig:
     """The architecture with the vocabulary of the folder, which the model's may exceed."""
     assert config.model_provider.hf_path is not None

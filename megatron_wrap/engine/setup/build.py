@@ -49,6 +49,7 @@ from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.platform.base.machine import megatron_core_version
 from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.platform.megatron_core.versions import accepts, version
+from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -84,14 +85,14 @@ def build_training_state(
     bare = build_chunks(
         config, platform, parallel, model_config, vocab_size, weight_folder=weight_folder, defer_logits=deferred
     )
+    _warn_of_unread(weight_folder if from_hugging_face else None, config)
     if config.adapter.adapter_type != "none":
         adapt_chunks(config, parallel, bare, vocab_size, from_hugging_face)
     if training:
         check_model_inputs(config, bare)
         freeze_parameters(config, bare, parallel, vocab_size)
-    chunks = wrap_chunks(config, model_config, bare) if training else bare
-    if training:
         platform.refuse_unsafe(derived.optimizer_settings(config.optimizer), platform.has_transformer_engine)
+    chunks = wrap_chunks(config, model_config, bare) if training else bare
     optimizer = build_optimizer(config, model_config, chunks, parallel) if training else None
     shape = model_shape(config, vocab_size)
     stragglers = _stragglers(config, parallel, platform.device) if training else None
@@ -114,6 +115,11 @@ def build_training_state(
         sharing=SampleSharing(parallel.world),
         reduction=MetricReduction(flow, parallel, platform.device),
     )
+
+
+def _warn_of_unread(weight_folder: WeightFolder | None, config: RunConfig) -> None:
+    for warning in [] if weight_folder is None else weight_folder.left_out(folder_arch(config)):
+        logger.warning_rank_0(warning)
 
 
 def _pipeline_schedule(

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.adapter_folder import read_adapter_config
-from megatron_wrap.bridge.loading.hf_path import check_hugging_face, starting_weights, weights_left_out
+from megatron_wrap.bridge.loading.hf_path import check_hugging_face, folder_arch, starting_weights
 from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE, folder_digest, stored_tensors
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.hugging_face import HF_PATH
@@ -327,6 +327,10 @@ def test_names_without_the_prefix_and_with_old_buffers(folder):
 
     change(folder, strip)
     assert "transformer.wte.weight" in checked_weights(folder).tensors
+
+
+def weights_left_out(config):
+    return starting_weights(config).left_out(folder_arch(config))
 
 
 def test_layers_for_multi_token_prediction_are_not_loaded_with_a_warning(folder):
