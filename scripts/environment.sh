@@ -1,11 +1,10 @@
-# Sourced by the other scripts. environment REQUIREMENTS makes or reuses .venv with them and sets PYTHON, and INSTALLED
-# where it has installed packages.
+# Sourced by the other scripts. environment REQUIREMENTS makes or reuses .venv with them and sets PYTHON.
 # MEGATRON_WRAP_PYTHON names the interpreter to make it from (default: python3), VENV another folder.
 unset PYTHONDONTWRITEBYTECODE # uv leaves the compilation of a module to the first process that imports it
 UV=0.13.9
 environment() {
   local requirements=environment/wrap_environment/$1 venv=${VENV:-.venv} stamp
-  PYTHON=$PWD/$venv/bin/python INSTALLED=
+  PYTHON=$PWD/$venv/bin/python
   stamp=$(cat environment/wrap_environment/*.txt setup.py | cksum)
   [ "$(cat "$venv/.installed-$1" 2>/dev/null)" != "$stamp" ] || return 0
   echo "setting up $venv with $requirements (a few minutes the first time)" >&2
@@ -15,8 +14,6 @@ environment() {
     install_packages $what > "$venv/install.log" 2>&1 || { cat "$venv/install.log" >&2; return 1; }
   done
   echo "$stamp" > "$venv/.installed-$1"
-  # shellcheck disable=SC2034
-  INSTALLED=yes
 }
 
 install_packages() { # ARGUMENTS OF pip install...: with uv, in a third of pip's time; with pip where uv cannot

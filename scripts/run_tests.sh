@@ -20,7 +20,8 @@ esac
 
 scratch=$(mktemp -d)
 set -m # each part is a process group, which the trap ends
-trap 'for group in $(jobs -p); do kill -- "-$group" 2> /dev/null || true; done; rm -rf "$scratch" || true' EXIT
+servers=()
+trap 'for group in "${servers[@]}" $(jobs -p); do kill -- "-$group" 2> /dev/null || true; done; rm -rf "$scratch" || true' EXIT
 
 # Ranks wait for each other a third of their time, and others for files and clocks, so three parts at a time keep two cores
 # busy. The parts of a command begin in the order of their lengths, longest first, so that this holds until the end.
@@ -47,13 +48,16 @@ types() {
   part types "$PYTHON" -m mypy
 }
 
-tests() { # NAME PYTEST ARGUMENTS...
-  part "$1" "$PYTHON" -m pytest --durations=10 "${@:2}"
+# The parts are forked from a process that has imported what they need. The tests of --fast need less.
+server() { # NAME COMMAND...: starts the one with that name
+  "${@:2}" scripts/pytest_server.py serve "$scratch/.$1" "${imported[@]}" > "$scratch/.$1.log" 2>&1 < /dev/null ||
+    cat "$scratch/.$1.log" >&2 &
+  servers+=($!)
+  disown # parts are counted and waited for, servers are not
 }
 
-compile_once() { # after an installation, what the tests import, while mypy has the other core; else three parts do the same
-  [ -n "$INSTALLED" ] || return 0
-  "$PYTHON" -c 'import peft, trl; from megatron_wrap.testing import pools; pools.import_for_ranks()' > /dev/null 2>&1 || true
+tests() { # NAME PYTEST ARGUMENTS...
+  part "$1" "$PYTHON" scripts/pytest_server.py run "$scratch/.server" --durations=10 "${@:2}"
 }
 
 newer_megatron_core() { # sets NEWER: the same packages, but for Megatron-Core 0.19
@@ -69,8 +73,8 @@ newer_megatron_core() { # sets NEWER: the same packages, but for Megatron-Core 0
   touch "$folder/.installed"
 }
 
-tests_on_newer() { # NAME PYTEST ARGUMENTS...; without PYTHONPATH the editable installation is not found by beside.pth
-  part "$1 on 0.19" env PYTHONPATH="$PWD" "$NEWER" -m pytest -p no:cacheprovider --durations=10 "${@:2}"
+tests_on_newer() { # NAME PYTEST ARGUMENTS...
+  part "$1 on 0.19" "$NEWER" scripts/pytest_server.py run "$scratch/.newer" -p no:cacheprovider --durations=10 "${@:2}"
 }
 
 across_versions() { # OLDER_PYTHON NEWER_PYTHON FOLDER
@@ -80,6 +84,9 @@ across_versions() { # OLDER_PYTHON NEWER_PYTHON FOLDER
     "$2" $script save "$3/.newer" && "$1" $script load "$3/.newer"
 }
 
+imported=(peft trl.trainer.dpo_trainer trl.experimental.cpo lm_eval.evaluator)
+[ "$*" != --fast ] || imported=()
+server server "$PYTHON"
 if [ "$*" = --fast ]; then
   # three parts, so that the two cores are used alike whether mypy has a cache (2 s) or none (40 s)
   second=(tests/unit/config tests/unit/cli)
@@ -94,6 +101,7 @@ elif [ "$*" = --all ]; then
   matrix=tests two_versions=
   if "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
     newer_megatron_core
+    server newer env PYTHONPATH="$PWD" "$NEWER" # without PYTHONPATH beside.pth does not find the editable installation
     matrix=tests_on_newer two_versions=yes
   fi
   $matrix "distributed tests p" tests/distributed/test_p*.py "${all[@]}"
@@ -120,7 +128,6 @@ elif [ "$*" = --all ]; then
   lint
 else
   types
-  compile_once
   tests "unit tests" tests/unit tests/gpu "${covering[@]}"
   tests "distributed tests b-l" tests/distributed/test_[b-l]*.py "${covering[@]}"
   tests "distributed tests m-q" tests/distributed/test_[m-q]*.py "${covering[@]}"

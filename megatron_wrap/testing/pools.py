@@ -16,6 +16,7 @@ _PRELOADED = (
     "confignest",
     "megatron_wrap.core.wrap",
     "megatron_wrap.core.run",
+    "megatron_wrap.model.core_config",
     "megatron_wrap.model.gpt_model",
     "megatron_wrap.model.gpt_provider",
     "megatron_wrap.nn.core_attention",

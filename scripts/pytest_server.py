@@ -1,0 +1,89 @@
+"""Runs of pytest, each in a process forked from one that has imported what the tests import: torch, Megatron-Core, trl
+and peft take ten seconds of a processor, which each part of scripts/run_tests.sh would spend.
+
+    python scripts/pytest_server.py serve SOCKET [modules to import, too]     until it is ended
+    python scripts/pytest_server.py run SOCKET [pytest arguments]
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+
+IGNORED = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+"""A plug-in of a package that trl imports; the asserts of no test are in it."""
+
+
+def serve(path: str, modules: list[str]) -> None:
+    """Answer each connection with the exit code of pytest, run with its arguments and its standard output and error."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()  # a connection made during the imports waits
+        import_all(modules)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
+        while True:
+            connection = server.accept()[0]
+            with connection:
+                if os.fork() == 0:
+                    server.close()
+                    answer(connection)
+
+
+def import_all(modules: list[str]) -> None:
+    """Import what the tests import, and keep the objects of it out of garbage collections."""
+    sys.path[0] = os.getcwd()  # as for `python -m pytest`
+    from megatron_wrap.testing.pools import import_for_ranks
+
+    import_for_ranks()
+    for name in ("pytest", *modules):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def answer(connection: socket.socket) -> None:
+    """In a forked process: run pytest in another, which it may end itself, and send the exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    arguments, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+    for descriptor, standard in zip(descriptors, (1, 2), strict=True):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    child = os.fork()
+    if child == 0:
+        import pytest
+
+        connection.close()
+        sys.argv = ["pytest", *arguments.decode().split("\0")]
+        code = int(pytest.main([*IGNORED, *sys.argv[1:]]))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    connection.sendall(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+    os._exit(0)
+
+
+def run(path: str, arguments: list[str]) -> int:
+    """Run pytest on the server; returns its exit code."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        deadline = time.monotonic() + 60
+        while connection.connect_ex(path) != 0:  # the server begins at the same time
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no server at {path}")
+            time.sleep(0.1)
+        socket.send_fds(connection, ["\0".join(arguments).encode()], [1, 2])
+        code = connection.recv(16)
+    if not code:
+        raise ConnectionError(f"the server at {path} ended without an answer")
+    return int(code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2], sys.argv[3:])
+    else:
+        sys.exit(run(sys.argv[2], sys.argv[3:]))
