@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import _bridge_runs as bridge
 import numpy
 import pytest
 import torch
+from _forked import COMMAND, run_forked
 
 NEW = ["<plan>", "</plan>", "<quote>"]
 TP2_PP2 = ("megatron_lm.model.parallel.tensor_model_parallel_size=2",)
@@ -85,6 +84,6 @@ def test_a_resumed_run_needs_the_new_tokens_and_an_export_has_them(folder_of, ra
     ranks(1).run(runs.grow_and_train, str(folder), NEW, (), str(tmp_path))
     with pytest.raises(Exception, match="vocabulary"):
         ranks(1).run(runs.grow_and_train, str(folder), [], (), str(tmp_path))
-    command = [sys.executable, "-m", "megatron_wrap.cli.main", "export-hf", str(tmp_path / "checkpoints")]
-    subprocess.run([*command, str(tmp_path / "exported")], check=True, timeout=120)
+    exported = run_forked(COMMAND, "export-hf", tmp_path / "checkpoints", tmp_path / "exported")
+    assert exported.returncode == 0, exported.stderr
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["vocab_size"] == 304

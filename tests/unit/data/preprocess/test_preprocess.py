@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from _forked import run_forked
 
 from megatron_wrap.data.chat.tokenizer import load_tokenizer
 from megatron_wrap.data.indexed.index_writer import read_part
@@ -148,8 +149,7 @@ def test_a_killed_run_continues_and_ends_with_the_same_bytes(made, tmp_path, sig
     path, output = lines(tmp_path / "many.jsonl", TEXTS * 100), tmp_path / "stopped"
     whole = run(made, path, tmp_path / "whole", append_eod=True, partitions=2).prefix("text")
     record = tmp_path / "stopped.preprocess.json"
-    words = [sys.executable, "-c", PROGRAM, path, made / "tok", output, str(int(signal_number))]
-    ended = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL, timeout=60)
+    ended = run_forked(PROGRAM, path, made / "tok", output, int(signal_number))
     assert ended.returncode != 0
     before = json.loads(record.read_text())["progress"]
     assert 0 < before["rows"] < 4000

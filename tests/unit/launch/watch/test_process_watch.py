@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from _forked import run_forked
 from torch.distributed.flight_recorder.components import loader
 
 from megatron_wrap.launch.watch.process_watch import ProcessWatch
@@ -107,6 +108,7 @@ def test_a_step_without_progress_counts_beyond_the_limit_and_the_longest_pause()
     assert [stall.update(data, 100) for _ in range(8)] == [None] * 6 + [600, None]
 
 
+@pytest.mark.process_group
 def test_the_collectives_of_a_process_are_read_from_torchs_file(tmp_path: Path) -> None:
     program = """
 import sys
@@ -120,7 +122,8 @@ work = dist.all_gather([torch.ones(2, 4)], torch.ones(2, 4), async_op=True)
 Path(sys.argv[1]).write_bytes(flight_recorder.record())
 """
     file = tmp_path / "rank_0"
-    subprocess.run([sys.executable, "-c", program, str(file)], check=True)
+    done = run_forked(program, file)
+    assert done.returncode == 0, done.stderr
     assert len(loader.read_dump("rank_", str(file))["entries"]) == 3  # what torchfrtrace reads
     content = pickle.loads(file.read_bytes())
     for entry, retired in zip(content["entries"], (True, True, False), strict=True):

@@ -2,18 +2,27 @@
 
 import builtins
 import logging
-import subprocess
 import sys
 import textwrap
 import types
 
 import pytest
 import torch
+from _forked import run_forked
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.platform.base.platform import Replacements
 from megatron_wrap.platform.cpu import platform as cpu
+
+NOTHING_IMPORTED = """
+import sys
+from megatron_wrap.platform import choose_platform
+choose_platform("cpu").uninstall()  # another test may have installed it
+imported_again = {"megatron", "megatron_wrap", "transformer_engine", "apex", "triton"}
+for name in [name for name in sys.modules if name.partition(".")[0] in imported_again]:
+    del sys.modules[name]
+"""
 
 
 @pytest.fixture
@@ -32,9 +41,9 @@ def in_megatron(code):
 
 
 def run_python(code, *path):
-    """Standard output of a new interpreter, split into words; `path` precedes the installed packages."""
-    program = f"import sys; sys.path[:0] = {list(map(str, path))!r}\n" + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120)
+    """Standard output of a process that imports Megatron-Core, split into words; `path` precedes the packages."""
+    program = NOTHING_IMPORTED + f"sys.path[:0] = {list(map(str, path))!r}\n" + textwrap.dedent(code)
+    done = run_forked(program)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
+from _forked import run_forked
 
 pytestmark = pytest.mark.process_group
 
 GROUPS = """
 import datetime, os, torch
 import torch.distributed as dist
+from megatron_wrap.platform import choose_platform
 from megatron_wrap.platform.base.platform import Replacements
 from megatron_wrap.platform.cpu.gloo import share_device
 
@@ -20,6 +20,7 @@ def threads_of(make):
     before = len(os.listdir("/proc/self/task"))
     return make(), len(os.listdir("/proc/self/task")) - before
 
+choose_platform("cpu").uninstall()  # another test may have installed it, which shares the device
 replacements, theirs = Replacements(), dist.distributed_c10d.ProcessGroupGloo
 share_device(replacements)
 store, seconds = dist.HashStore(), datetime.timedelta(seconds=7)
@@ -37,16 +38,13 @@ replacements.close()
 assert dist.distributed_c10d.ProcessGroupGloo is theirs
 own = threads_of(lambda: dist.new_group([0]))
 print(*(count for _, count in [*made, other, own]), flush=True)
-os._exit(0)
 """
 
 
 def threads(**variables: str) -> list[int]:
     """Threads that each group starts: four groups that share the default group's device, then two with their own device
     (one created with other arguments, one created after `undo`)."""
-    done = subprocess.run(
-        [sys.executable, "-c", GROUPS], env={**os.environ, **variables}, capture_output=True, text=True, check=False
-    )
+    done = run_forked(GROUPS, variables=variables)
     assert done.returncode == 0, done.stderr
     return [int(count) for count in done.stdout.split()]
 
