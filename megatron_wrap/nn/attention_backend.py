@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +24,13 @@ from megatron_wrap.nn.kernels.flash_attention import (
     FlashKernel,
     GpuKernel,
     PaddedValues,
+    SequenceBySequence,
     StoredScores,
 )
 from megatron_wrap.utils.dist_logger import logger
+
+if TYPE_CHECKING:
+    from megatron_wrap.nn.packed_sequences import Boundaries
 
 CUDNN_LENGTH_DIVISOR = 512
 _CUDNN_CAPABILITY = (9, 0)
@@ -80,15 +85,32 @@ def kernel_with_logsumexp(query: Tensor, key: Tensor, value: Tensor, scale: floa
     as many keys as queries. A GPU's in half precision need `has_flash_kernel`, with the head size of the queries."""
     if query.shape[-1] != value.shape[-1]:
         return PaddedValues(kernel_with_logsumexp(query, key, key, scale, causal))
-    if not query.is_cuda:
-        return CpuKernel(scale, causal)
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return StoredScores(scale, causal)
+    if not _has_half_precision_on_gpu(query):
+        return StoredScores(scale, causal) if query.is_cuda else CpuKernel(scale, causal)
     lengths, sizes = (query.shape[1], key.shape[1]), (key.shape[-1], value.shape[-1])
     capability = torch.cuda.get_device_capability(query.device)
     if prefers_cudnn(capability, query.dtype, *lengths, sizes, dropout=0.0, aligned=causal):
         return CudnnKernel(scale, causal)
     return GpuKernel((None, None, *lengths), scale, is_causal=causal)
+
+
+def packed_kernel_with_logsumexp(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, causal: bool
+) -> FlashKernel:
+    """The same for concatenated sequences [t, heads, d]; causal attention has as many keys as queries in each."""
+    if query.shape[-1] != value.shape[-1]:
+        return PaddedValues(packed_kernel_with_logsumexp(query, key, key, boundaries, scale, causal))
+    queries, keys = boundaries.queries, boundaries.keys
+    if not _has_half_precision_on_gpu(query):
+        return SequenceBySequence(
+            StoredScores(scale, causal) if query.is_cuda else CpuKernel(scale, causal), queries, keys
+        )
+    cumulative = boundaries.cu_seqlens_q, boundaries.cu_seqlens_k
+    return GpuKernel((*cumulative, max(queries), max(keys)), scale, is_causal=causal)
+
+
+def _has_half_precision_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 @functools.cache

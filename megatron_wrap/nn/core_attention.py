@@ -173,9 +173,9 @@ class TorchCoreAttention(MegatronModule):
                 inputs = attention_inputs_by_heads(query, key, value, lengths, self.cp_group)
                 whole = self._over_sequences(*inputs, packed_seq_params, causal, 1, mask)
                 output = to_whole_heads(whole, lengths, self.cp_group)
-            elif cp_size > 1 and self.exchange == "p2p" and self._fits_ring(query, packed_seq_params):
-                sinks, ring = self._sinks(query), self.cp_group
-                output = attend_in_ring(query, key, value, ring, causal=causal, scale=self.scale, sinks=sinks)
+            elif cp_size > 1 and self.exchange == "p2p" and self._fits_ring(query):
+                named = {"causal": causal, "scale": self.scale, "sinks": self._sinks(query)}
+                output = attend_in_ring(query, key, value, self.cp_group, packed=packed_seq_params, **named)
             else:
                 output = self._over_sequences(query, key, value, packed_seq_params, causal, cp_size, mask)
         return output.reshape(*output.shape[:-2], -1)
@@ -213,10 +213,8 @@ class TorchCoreAttention(MegatronModule):
         assert self.cp_group is not None
         return self.softmax_offset.split(heads)[self.cp_group.rank()]
 
-    def _fits_ring(self, query: Tensor, packed: PackedSequences | None) -> bool:
-        obstacle = ring_obstacle(
-            query, packed=packed is not None, window=self.window, dropout=self.dropout, softcap=self.softcap
-        )
+    def _fits_ring(self, query: Tensor) -> bool:
+        obstacle = ring_obstacle(query, window=self.window, dropout=self.dropout, softcap=self.softcap)
         if obstacle is not None:
             _log_gathering(obstacle)
         return obstacle is None

@@ -48,6 +48,50 @@ class Half:
         )
 
 
+@dataclass
+class Boundaries:
+    """Of concatenated queries and of concatenated keys: those of one number attend to one another."""
+
+    queries: tuple[int, ...]
+    """Numbers of queries, on the host."""
+    keys: tuple[int, ...]
+    cu_seqlens_q: Tensor
+    """int32 [N + 1], cumulative."""
+    cu_seqlens_k: Tensor
+
+    @classmethod
+    def of(cls, queries: Any, keys: Any) -> Boundaries:
+        """From arrays of numbers of queries and of keys."""
+        return cls(tuple(queries.tolist()), tuple(keys.tolist()), _cumulative(queries), _cumulative(keys))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Boundaries:
+        """The same with `move` applied to each tensor."""
+        return replace(self, cu_seqlens_q=move(self.cu_seqlens_q), cu_seqlens_k=move(self.cu_seqlens_k))
+
+
+@dataclass
+class RingBoundaries:
+    """What queries of a context-parallel rank attend to keys of another (`nn/ring_attention.py`)."""
+
+    own: Boundaries
+    """A rank's queries and its own keys, which have the same positions."""
+    earlier: Boundaries
+    """All queries of a sequence and its first chunk of keys, then no queries and its second chunk."""
+    later: Boundaries
+    """Queries of a sequence's second chunk, and all its keys."""
+
+    @classmethod
+    def of(cls, chunk: Any) -> RingBoundaries:
+        """From an array of the lengths of the sequences' chunks."""
+        local = 2 * chunk
+        queries = np.stack((local, np.zeros_like(local)), axis=1).reshape(-1)
+        return cls(Boundaries.of(local, local), Boundaries.of(queries, chunk.repeat(2)), Boundaries.of(chunk, local))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> RingBoundaries:
+        """The same with `move` applied to each tensor."""
+        return RingBoundaries(self.own.moved(move), self.earlier.moved(move), self.later.moved(move))
+
+
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """Global lengths of the sequences in a row and what follows from them for one context-parallel rank. Padding at a
@@ -62,6 +106,8 @@ class PackedSequences(PackedSeqParams):
     """For attention over context-parallel ranks; empty without context parallelism."""
     order: Tensor | None = None
     """int64 [t_local]: indices that put the concatenated queries of both halves into the rank's local order."""
+    ring: RingBoundaries | None = None
+    """For attention with keys that pass around a ring of ranks; None without context parallelism."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], cp_size: int, cp_rank: int) -> PackedSequences:
@@ -87,6 +133,7 @@ class PackedSequences(PackedSeqParams):
             positions=torch.from_numpy(in_sequence[indices]),
             halves=halves,
             order=order,
+            ring=RingBoundaries.of(counts // (2 * cp_size)) if cp_size > 1 else None,
         )
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> PackedSequences:
@@ -97,6 +144,7 @@ class PackedSequences(PackedSeqParams):
             "positions": move(self.positions),
             "halves": tuple(half.moved(move) for half in self.halves),
             "order": None if self.order is None else move(self.order),
+            "ring": None if self.ring is None else self.ring.moved(move),
         }
         return replace(self, **changes)
 

@@ -226,18 +226,20 @@ def start_exchange(
     return received, work.wait
 
 
-def start_ring_transfer(sent: Tensor, received: Tensor, group: ProcessGroup) -> Callable[[], None]:
-    """Start to send a contiguous tensor to the next rank of `group` and to receive from the one before; collective.
+def start_ring_transfer(sent: Tensor, received: Tensor, group: ProcessGroup, *, to_next: bool) -> Callable[[], None]:
+    """Start to send a contiguous tensor to the next rank of `group` and to receive from the one before, or the other
+    way round; collective.
 
     Args:
         received: contiguous, of the same shape and dtype; earlier uses of it need not have finished on the device.
+        to_next: false: to the rank before, from the next one.
 
     Returns:
         a function that waits (on a GPU, the current stream does) until both tensors can be used.
     """
-    size, rank = group.size(), group.rank()
-    after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
-    operations = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
+    size, rank, step = group.size(), group.rank(), 1 if to_next else -1
+    target, source = (dist.get_global_rank(group, (rank + offset) % size) for offset in (step, -step))
+    operations = [dist.P2POp(dist.isend, sent, target, group), dist.P2POp(dist.irecv, received, source, group)]
     transfers = dist.batch_isend_irecv(operations)
 
     def finish() -> None:

@@ -6,7 +6,8 @@ d (queries, keys) and d_v (values), each process sends for a layer and a sequenc
 - all_gather: 2 (cp - 1) / cp * s * g (d + d_v): keys and values are gathered, their gradients reduced and scattered.
 - a2a: 2 (cp - 1) / cp * s / cp * (h + g') (d + d_v): queries, keys and values, then outputs are exchanged, and their
   gradients; g' = max(g, cp), because key heads that are fewer than the processes are sent to several.
-- p2p: 3 (cp - 1) / cp * s * g (d + d_v): keys and values pass around a ring in both passes, their gradients once.
+- p2p: 3 (cp - 1) / cp * s * g (d + d_v): keys and values pass around a ring in both passes, their gradients once;
+  torch's attention keeps those that came last, so it sends s / cp * g (d + d_v) less.
 
 So a2a sends less than all_gather if h + g' < cp * g: with cp 2 never, without grouped queries from cp 4 on, with four
 query heads for each key head from cp 8 on.

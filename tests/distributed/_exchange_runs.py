@@ -2,12 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from _started import started
 from layout_runs import CONFIG, token_samples
+from torch import Tensor
+
+from megatron_wrap.parallel.context import packed_positions
 
 KEY = "megatron_lm.model.parallel.cp_comm_type"
+
+
+def ring_and_softmax(
+    lengths: Sequence[int], rows: int, dtype: torch.dtype, causal: bool, value_width: int, with_sinks: bool
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Output and gradients of the ring of all ranks, and of a softmax in float64 over scores of 6 heads in 2 groups.
+
+    Args:
+        lengths: of the sequences in a packed row; one: unpacked, in each of `rows`.
+    """
+    from megatron_wrap.nn.packed_sequences import PackedSequences
+    from megatron_wrap.nn.ring_attention import attend_in_ring
+
+    group, scale = dist.group.WORLD, 0.4
+    generator, tokens = torch.Generator().manual_seed(5), sum(lengths)
+    shapes = {"query": (6, 8), "key": (2, 8), "value": (2, value_width), "weight": (6, value_width)}
+    whole = {
+        name: torch.randn(tokens, rows, *shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in shapes.items()
+    }
+    sinks = torch.randn(6, generator=generator, dtype=torch.float64).to(dtype) if with_sinks else None
+    positions = packed_positions(lengths, group.size(), group.rank())
+    local = {name: tensor[positions].requires_grad_(name != "weight") for name, tensor in whole.items()}
+    own_sinks = None if sinks is None else sinks.clone().requires_grad_()
+    packed = PackedSequences.of(lengths, group.size(), group.rank()) if len(lengths) > 1 else None
+    inputs = [local[name] for name in ("query", "key", "value")]
+    ours = attend_in_ring(*inputs, group, causal=causal, scale=scale, sinks=own_sinks, packed=packed)
+    (ours * local["weight"]).sum().backward()
+
+    wide = {name: tensor.double().requires_grad_() for name, tensor in whole.items()}
+    wide_sinks = None if sinks is None else sinks.double().requires_grad_()
+    expected = _softmax(wide, wide_sinks, lengths, causal, scale)
+    (expected * wide["weight"]).sum().backward()
+    results = {"output": (ours.detach(), expected.detach()[positions])}
+    results |= {name: (local[name].grad, wide[name].grad[positions]) for name in ("query", "key", "value")}
+    if own_sinks is not None:  # each rank has a part of the queries
+        dist.all_reduce(own_sinks.grad)
+        results["sinks"] = own_sinks.grad, wide_sinks.grad
+    return results
+
+
+def _softmax(
+    whole: dict[str, Tensor], sinks: Tensor | None, lengths: Sequence[int], causal: bool, scale: float
+) -> Tensor:
+    key, value = (whole[name].repeat_interleave(3, dim=2) for name in ("key", "value"))
+    scores = torch.einsum("qbhd,kbhd->bhqk", whole["query"], key) * scale
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    masked = sequence != sequence[:, None]
+    if causal:
+        masked |= torch.ones_like(masked).triu(1)
+    scores = scores.masked_fill(masked, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+    return torch.einsum("bhqk,kbhe->qbhe", scores.softmax(-1)[..., : len(key)], value)
 
 
 def train(overrides: tuple[str, ...], steps: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import _exchange_runs as runs
 import pytest
+import torch
 from layout_runs import CONFIG, token_samples
 
 from megatron_wrap.testing import check_parity
@@ -47,9 +48,13 @@ def test_gradients_with_exchanged_heads_are_those_of_one_rank(overrides, layouts
 @pytest.mark.parametrize(
     ("overrides", "layouts"),
     [
-        pytest.param(SINKS, ["cp4", "tp2-sp-cp2"], id="sinks"),
-        pytest.param((), ["cp2", "packed-cp2", "cp2-dp2", "pp2-cp2"], id="dense", marks=pytest.mark.matrix),
-        pytest.param((*LATENT, *RECOMPUTED), ["cp4"], id="latent, recomputed", marks=pytest.mark.matrix),
+        pytest.param(SINKS, ["cp4", "packed-tp2-sp-cp2"], id="sinks"),
+        pytest.param(
+            *((), ["cp2", "packed-cp2", "packed-cp4", "tp2-sp-cp2", "cp2-dp2", "pp2-cp2"]),
+            id="dense",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param((*LATENT, *RECOMPUTED), ["cp4", "packed-cp4"], id="latent, recomputed", marks=pytest.mark.matrix),
         pytest.param(WINDOWS_AND_SINKS, ["cp2"], id="windows in some layers", marks=pytest.mark.matrix),
     ],
 )
@@ -59,6 +64,21 @@ def test_gradients_of_a_ring_are_those_of_one_rank(overrides, layouts, ranks):
     assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
     assert max(row.objective_difference for row in report.rows) <= 1e-6, report.table()
     assert max(row.gradient_difference for row in report.rows) <= 1e-5, report.table()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_ring_has_the_output_and_gradients_of_a_softmax(processes, ranks):
+    """Also of rows that no two ranks share equally: sequences of one token in each chunk, and of many."""
+    unit = 2 * processes
+    whole, packed = (5 * unit,), (3 * unit, unit, 4 * unit, unit)
+    for lengths, rows in ((whole, 2), (packed, 1)):
+        for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+            for causal, value_width, with_sinks in ((True, 8, True), (True, 5, False), (False, 8, False)):
+                arguments = (lengths, rows, dtype, causal, value_width, with_sinks)
+                for results in ranks(processes).run(runs.ring_and_softmax, *arguments):
+                    for name, (ours, expected) in results.items():
+                        error = float((ours.double() - expected).norm() / expected.norm())
+                        assert error <= bound, (arguments, name, error)
 
 
 def test_a_run_evaluates_generates_and_resumes_with_the_exchange_that_it_began_with(ranks, tmp_path):

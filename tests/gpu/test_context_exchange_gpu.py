@@ -32,11 +32,11 @@ def shared(exchange: str) -> tuple[str, str]:
     return (f"{PARALLEL}context_parallel_size=2", f"{PARALLEL}cp_comm_type={exchange}")
 
 
-def samples(length: int) -> list[dict[str, list[int]]]:
-    """Of the full length, so that each GPU's share is a multiple of 512 where the length is one of 1,024."""
+def samples(lengths: list[int]) -> list[dict[str, list[int]]]:
     generator = random.Random(7)
     return [
-        {"input_ids": [generator.randrange(500) for _ in range(length)], "loss_mask": [1] * length} for _ in range(8)
+        {"input_ids": [generator.randrange(500) for _ in range(length)], "loss_mask": [1] * length}
+        for length in lengths
     ]
 
 
@@ -46,15 +46,26 @@ def difference(result: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) 
     return (squares / sum(float(tensor.double().square().sum()) for tensor in exact.values())) ** 0.5
 
 
-@pytest.mark.parametrize("softmax", ["vanilla", "learnable"])
-@pytest.mark.parametrize("length", [2048, 1000], ids=["cuDNN", "flash attention"])
-def test_a_ring_has_the_gradients_of_one_gpu(length, softmax, ranks):
+@pytest.mark.parametrize(
+    ("lengths", "softmax"),
+    [
+        pytest.param([2048] * 8, "vanilla", id="cuDNN"),  # a GPU's chunks are multiples of 512
+        pytest.param([2048] * 8, "learnable", id="cuDNN, sinks"),
+        pytest.param([1000] * 8, "vanilla", id="flash attention"),
+        pytest.param([1000] * 8, "learnable", id="flash attention, sinks"),
+        pytest.param([700, 5, 130, 1000, 64, 333, 1, 512], "learnable", id="packed rows, sinks"),
+    ],
+)
+def test_a_ring_has_the_gradients_of_one_gpu(lengths, softmax, ranks):
+    packing = [f"megatron_wrap.flow.packing={str(len(set(lengths)) > 1).lower()}"]
+
     def gradients(processes: int, *more: str) -> dict[str, torch.Tensor]:
-        arguments = (str(CONFIG), settings(length, f"{ARCH}softmax_type={softmax}", *more), samples(length))
-        return ranks(processes).run(_packing_runs.gradients, *arguments)[0][0]
+        overrides = settings(max(lengths), f"{ARCH}softmax_type={softmax}", *more)
+        return ranks(processes).run(_packing_runs.gradients, str(CONFIG), overrides, samples(lengths))[0][0]
 
     exact = gradients(1)
-    assert difference(gradients(2, *shared("p2p")), exact) <= 1e-5
-    ring, gathered = (difference(gradients(2, BF16, *shared(exchange)), exact) for exchange in ("p2p", "all_gather"))
-    print(f"{length} tokens, {softmax}: bf16 p2p {ring:.5f}, all_gather {gathered:.5f} from fp32")
+    assert difference(gradients(2, *packing, *shared("p2p")), exact) <= 1e-5
+    of_ring, of_gathering = (gradients(2, BF16, *packing, *shared(exchange)) for exchange in ("p2p", "all_gather"))
+    ring, gathered = difference(of_ring, exact), difference(of_gathering, exact)
+    print(f"{sum(lengths)} tokens, {softmax}: bf16 p2p {ring:.5f}, all_gather {gathered:.5f} from fp32")
     assert ring <= 1.5 * gathered

@@ -7,6 +7,7 @@ it returns the gradients of this call's part: `attention_sinks.py` adds a score,
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,11 +20,11 @@ class FlashKernel(Protocol):
     """A flash attention. Tensors are [..., s, heads, d] with grouped queries, the logsumexp [..., heads, s] in fp32 (in
     fp64 for inputs in fp64)."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Output, logsumexp, and what else the backward pass needs."""
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value; saved: these, the output and the logsumexp."""
+        """Gradients of query, key and value; saved: these and what `forward` returned."""
 
 
 class CpuKernel(NamedTuple):
@@ -161,6 +162,45 @@ def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.shape[2] // tensor.shape[2], dim=2)
 
 
+class SequenceBySequence(NamedTuple):
+    """A kernel of tensors [b, s, heads, d] for concatenated sequences [t, heads, d], called for each that has queries:
+    for CPUs and fp32 on GPUs."""
+
+    kernel: FlashKernel
+    queries: tuple[int, ...]
+    """Numbers of queries."""
+    keys: tuple[int, ...]
+    """Numbers of keys."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As `FlashKernel.forward`."""
+        results = [
+            self.kernel.forward(query[None, rows], key[None, used], value[None, used])
+            for rows, used in self._sequences()
+        ]
+        outputs, totals, *_ = zip(*results, strict=True)
+        return torch.cat(outputs, dim=1).squeeze(0), torch.cat(totals, dim=-1).squeeze(0)
+
+    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `FlashKernel.backward`."""
+        query, key, value, output, total = saved
+        of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+        for rows, used in self._sequences():
+            inputs = (grad[None, rows], query[None, rows], key[None, used], value[None, used])
+            results = self.kernel.backward(*inputs, output[None, rows], total[None, :, rows].contiguous())
+            of_query[rows], of_key[used], of_value[used] = (result.squeeze(0) for result in results)
+        return of_query, of_key, of_value
+
+    def _sequences(self) -> list[tuple[slice, slice]]:
+        ranges = zip(_slices(self.queries), _slices(self.keys), strict=True)
+        return [(rows, used) for rows, used in ranges if rows.stop > rows.start]
+
+
+def _slices(counts: tuple[int, ...]) -> list[slice]:
+    ends = list(itertools.accumulate(counts))
+    return [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
 class PaddedValues(NamedTuple):
     """A kernel that needs heads of one size, for values with smaller heads than queries and keys."""
 
@@ -168,8 +208,8 @@ class PaddedValues(NamedTuple):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As `FlashKernel.forward`."""
-        output, total = self.kernel.forward(query, key, F.pad(value, (0, query.shape[-1] - value.shape[-1])))
-        return output[..., : value.shape[-1]], total
+        output, total, *_ = self.kernel.forward(query, key, F.pad(value, (0, query.shape[-1] - value.shape[-1])))
+        return output[..., : value.shape[-1]].contiguous(), total
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `FlashKernel.backward`."""
@@ -185,19 +225,19 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel
     ) -> Tensor:
-        output, total = kernel.forward(query, key, value)
+        output, total, *others = kernel.forward(query, key, value)
         if sinks is not None:
             without, total = total, torch.logaddexp(total, sinks.to(total.dtype)[:, None])
             output = (output * _by_query(without - total).exp()).to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, total, sinks)
+        ctx.save_for_backward(sinks, query, key, value, output, total, *others)
         ctx.kernel = kernel
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
-        *saved, sinks = ctx.saved_tensors
-        output, total = saved[-2:]
+        sinks, *saved = ctx.saved_tensors
+        output, total = saved[3:5]
         gradients = ctx.kernel.backward(grads[0], *saved)
         if sinks is None:
             return *gradients, None, None
@@ -213,10 +253,14 @@ def _by_query(values: Tensor) -> Tensor:
 
 
 def merge_(output: Tensor, total: Tensor, block: Tensor, block_total: Tensor) -> None:
-    """Add the attention to further keys to `output` [..., s, heads, d] and logsumexp `total` [..., heads, s], in place;
-    both in fp32 (or fp64)."""
-    output.lerp_(block.to(output.dtype), _by_query(torch.sigmoid(block_total - total)))
-    total.copy_(torch.logaddexp(total, block_total))
+    """Add the attention to further keys to `output` [..., s, heads, d] and logsumexp `total` [..., heads, s], in place.
+    Arithmetic is in the dtype of the logsumexps."""
+    share = _by_query(torch.sigmoid(block_total - total))
+    if output.dtype == total.dtype:
+        output.lerp_(block.to(total.dtype), share)
+    else:
+        output.copy_(output.to(total.dtype).lerp_(block.to(total.dtype), share))
+    torch.logaddexp(total, block_total, out=total)
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:

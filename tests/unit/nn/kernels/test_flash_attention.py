@@ -13,6 +13,7 @@ from megatron_wrap.nn.kernels.flash_attention import (
     FlashKernel,
     GpuKernel,
     PaddedValues,
+    SequenceBySequence,
     StoredScores,
     flash_attention,
     merge_,
@@ -57,6 +58,27 @@ def test_attention_to_parts_of_the_keys_is_merged():
     merge_(output, total, *kernel.forward(query, key[:, 5:], value[:, 5:]))
     torch.testing.assert_close(output, by_softmax(query, key, value, causal=False), **CLOSE)
     torch.testing.assert_close(total, kernel.forward(query, key, value)[1], **CLOSE)
+
+
+def test_concatenated_sequences_attend_within_themselves_and_none_to_keys_without_queries():
+    query, key, value = (tensor.detach()[0].requires_grad_() for tensor in tensors(s_k=18))
+    ours = flash_attention(query, key, value, None, SequenceBySequence(CpuKernel(SCALE, False), (5, 0, 7), (6, 3, 9)))
+    parts = ((slice(0, 5), slice(0, 6)), (slice(5, 12), slice(9, 18)))
+    expected = [by_softmax(query[None, q], key[None, k], value[None, k], False)[0] for q, k in parts]
+    torch.testing.assert_close(ours, torch.cat(expected), **CLOSE)
+    pairs = (torch.autograd.grad((out**2).sum(), (query, key, value)) for out in (ours, torch.cat(expected)))
+    for mine, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, theirs, **CLOSE)
+
+
+def test_flash_attention_of_gpus_accepts_concatenated_sequences():
+    query, key = (torch.empty(96, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2))
+    ends = torch.empty(5, dtype=torch.int32, device="meta")
+    kernel = GpuKernel((ends, ends, 64, 32), SCALE, is_causal=False)
+    output, total = kernel.forward(query, key, key)
+    assert (output.shape, total.shape, total.dtype) == (query.shape, (6, 96), torch.float32)
+    gradients = kernel.backward(torch.empty_like(output), query, key, key, output, total)
+    assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
 
 
 @pytest.mark.parametrize(
