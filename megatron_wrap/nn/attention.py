@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_wrap.errors import LayoutError
 from megatron_wrap.nn.attention_backend import attention_backend
-from megatron_wrap.nn.kernels.attention_sinks import (
+from megatron_wrap.nn.kernels.attention.attention_sinks import (
     attention_with_sinks,
     flash_attention_with_sinks,
     has_flash_kernel,

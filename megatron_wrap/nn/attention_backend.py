@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_wrap.nn.kernels.flash_attention import (
+from megatron_wrap.nn.kernels.attention.flash_attention import (
     CpuKernel,
     CudnnKernel,
     FlashKernel,

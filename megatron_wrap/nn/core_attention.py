@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.nn.attention import attend, attend_over_context
-from megatron_wrap.nn.kernels.attention_sinks import flash_attention_with_sinks, has_flash_kernel
+from megatron_wrap.nn.kernels.attention.attention_sinks import flash_attention_with_sinks, has_flash_kernel
 from megatron_wrap.nn.packed_attention import attend_packed, varlen_kernel
 from megatron_wrap.nn.ring_attention import attend_in_ring, ring_obstacle
 from megatron_wrap.parallel.context import packed_positions
@@ -55,7 +55,7 @@ class TorchCoreAttention(MegatronModule):
         pg_collection: contains the context-parallel group `cp`; default: Megatron-Core's global one.
 
     With `softmax_type` learnable it has a parameter `softmax_offset` [heads of this rank], the sinks of
-    `kernels/attention_sinks.py`, with the name and the dtype that it has in Megatron-Core's class.
+    `kernels/attention/attention_sinks.py`, with the name and the dtype that it has in Megatron-Core's class.
     """
 
     def __init__(
@@ -174,8 +174,10 @@ class TorchCoreAttention(MegatronModule):
                 whole = self._over_sequences(*inputs, packed_seq_params, causal, 1, mask)
                 output = to_whole_heads(whole, lengths, self.cp_group)
             elif cp_size > 1 and self.exchange == "p2p" and self._fits_ring(query):
-                named = {"causal": causal, "scale": self.scale, "sinks": self._sinks(query)}
-                output = attend_in_ring(query, key, value, self.cp_group, packed=packed_seq_params, **named)
+                ring, sinks, packed = self.cp_group, self._sinks(query), packed_seq_params
+                output = attend_in_ring(
+                    query, key, value, ring, causal=causal, scale=self.scale, sinks=sinks, packed=packed
+                )
             else:
                 output = self._over_sequences(query, key, value, packed_seq_params, causal, cp_size, mask)
         return output.reshape(*output.shape[:-2], -1)

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from megatron_wrap.errors import LayoutError
 from megatron_wrap.nn.attention_backend import kernel_with_logsumexp, packed_kernel_with_logsumexp
-from megatron_wrap.nn.kernels.attention_sinks import has_flash_kernel
-from megatron_wrap.nn.kernels.flash_attention import FlashKernel, flash_attention, merge_
+from megatron_wrap.nn.kernels.attention.attention_sinks import has_flash_kernel
+from megatron_wrap.nn.kernels.attention.flash_attention import FlashKernel, flash_attention, merge_
 from megatron_wrap.parallel.collectives import start_ring_transfer
 
 if TYPE_CHECKING:
@@ -67,15 +67,17 @@ def attend_in_ring(
                 f"sequences of lengths {list(packed.lengths)[:8]} do not match {query.shape[0]} tokens on each of "
                 f"{group.size()} context-parallel ranks: they must add up to {query.shape[0] * group.size()}"
             )
-        inputs = (tensor.squeeze(1) for tensor in (query, key, value))
-        return flash_attention(*inputs, sinks, _Ring(group, causal, scale, _PackedRow(packed))).unsqueeze(1)
+        query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
+        ring = _Ring(group, causal, scale, _PackedRow(packed))
+        return flash_attention(query, key, value, sinks, ring).unsqueeze(1)
     if query.shape[0] % 2:
         raise LayoutError(
             f"a context-parallel rank has two equal chunks of a sequence, and {query.shape[0]} tokens are not; "
             f"pad sequences to a multiple of {2 * group.size()}"
         )
-    inputs = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    return flash_attention(*inputs, sinks, _Ring(group, causal, scale, _Rows(query.shape[0] // 2))).transpose(0, 1)
+    ring = _Ring(group, causal, scale, _Rows(query.shape[0] // 2))
+    query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    return flash_attention(query, key, value, sinks, ring).transpose(0, 1)
 
 
 def ring_obstacle(
@@ -170,25 +172,29 @@ class _Ring(NamedTuple):
     rows: _Arrangement
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        size, block = self.group.size(), query
-        of_all: list[Tensor] = []  # outputs and logsumexps
-        of_second: list[Tensor] = []
-        second_queries = query
-        for step, block in enumerate(_passed_on(_joined(key, value), self.group, size - 1, to_next=True)):
+        of_all = of_second = None  # outputs and logsumexps
+        second_queries = block = query
+        transfers = self.group.size() - 1
+        for step, block in enumerate(_passed_on(_joined(key, value), self.group, transfers, to_next=True)):
             part = self._part(step)
-            if part is _Part.LATER and not of_second:
+            if part is _Part.LATER and of_second is None:
+                assert of_all is not None
                 second_queries = self.rows.second(query, -3)
-                of_second = [self.rows.second(of_all[0], -3), self.rows.second(of_all[1], -1)]
+                of_second = self.rows.second(of_all[0], -3), self.rows.second(of_all[1], -1)
             queries = second_queries if part is _Part.LATER else query
             inputs = (queries, *self._keys(part, *_parts(block, key, value)))
             output, total, *_ = self.rows.kernel(part, *inputs, self.scale).forward(*inputs)
-            if step == 0:
-                of_all = [output.to(self._dtype_of_sums(query)), total.contiguous()]
+            merged = of_second if part is _Part.LATER else of_all
+            if merged is None:
+                of_all = output.to(self._dtype_of_sums(query)), total.contiguous()
             else:
-                merge_(*(of_second if part is _Part.LATER else of_all), output, total)
-        for tensor, dim, second in zip(of_all, (-3, -1), of_second, strict=False):
-            self.rows.write_back(tensor, dim, second)
-        return of_all[0].to(query.dtype), of_all[1], block
+                merge_(merged[0], merged[1], output, total)
+        assert of_all is not None
+        output, total = of_all
+        if of_second is not None:
+            self.rows.write_back(output, -3, of_second[0])
+            self.rows.write_back(total, -1, of_second[1])
+        return output.to(query.dtype), total, block
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, output, total, last = saved
@@ -279,8 +285,11 @@ def _passed_on(block: Tensor, group: Any, transfers: int, *, to_next: bool) -> I
 
 
 def _joined(key: Tensor, value: Tensor) -> Tensor:
-    """One tensor to send, so that keys and values are one message; both are contiguous in it."""
-    return torch.cat((key.reshape(-1), value.reshape(-1)))
+    """A copy of both in one tensor to send, so that keys and values are one message; both are contiguous in it."""
+    joined = key.new_empty(key.numel() + value.numel())
+    for part, tensor in zip(_parts(joined, key, value), (key, value), strict=True):
+        part.copy_(tensor)
+    return joined
 
 
 def _parts(joined: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

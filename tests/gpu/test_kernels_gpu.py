@@ -9,6 +9,7 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
+from megatron_wrap.nn.kernels.attention.flash_attention import StoredScores, merge_
 from megatron_wrap.nn.kernels.rms_norm import rms_norm
 from megatron_wrap.nn.kernels.rotary import apply_rotary, split_rotary
 from megatron_wrap.nn.kernels.swiglu import swiglu
@@ -164,3 +165,21 @@ def test_adam_equals_torch_fused(decoupled):
         assert torch.equal(actual, other)
         assert torch.equal(optimizer.state[actual]["exp_avg_sq"], reference.state[other]["exp_avg_sq"])
     assert optimizer.param_groups[0]["step"] == 4
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_to_parts_of_the_keys_is_merged(packed, dtype, tolerance):
+    """Into the second half of the tokens, as the ring of context-parallel ranks does."""
+    torch.manual_seed(3)
+    rows = 1 if packed else 2
+    query, key = torch.randn(rows, 100, 6, 40, dtype=torch.float64), torch.randn(rows, 90, 2, 40, dtype=torch.float64)
+    kernel = StoredScores(0.3, is_causal=False)
+    expected, expected_total = kernel.forward(query, key, key)
+    parts = [kernel.forward(query, key[:, used], key[:, used]) for used in (slice(0, 31), slice(31, 90))]
+    (output, total), (other, other_total) = ((o.to(dtype).cuda(), t.float().cuda()) for o, t in parts)
+    arguments = (output[:, 50:], total[..., 50:], other[:, 50:], other_total[..., 50:])
+    merge_(*((tensor[0] for tensor in arguments) if packed else arguments))
+    assert torch.equal(output[:, :50].cpu(), parts[0][0][:, :50].to(dtype))
+    assert error(output[:, 50:], expected[:, 50:]) < tolerance
+    assert error(total[..., 50:], expected_total[..., 50:]) < 2e-6

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_wrap.nn.kernels.flash_attention import (
+from megatron_wrap.nn.kernels.attention.flash_attention import (
     CpuKernel,
     CudnnKernel,
     FlashKernel,

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_wrap.nn import attention  # noqa: E402
 from megatron_wrap.nn.attention import attend  # noqa: E402
 from megatron_wrap.nn.core_attention import TorchCoreAttention  # noqa: E402
-from megatron_wrap.nn.kernels.attention_sinks import flash_attention_with_sinks  # noqa: E402
+from megatron_wrap.nn.kernels.attention.attention_sinks import flash_attention_with_sinks  # noqa: E402
 from megatron_wrap.nn.packed_attention import attend_packed  # noqa: E402
 from megatron_wrap.nn.packed_sequences import PackedSequences  # noqa: E402
 

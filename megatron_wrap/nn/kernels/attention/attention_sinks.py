@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_wrap.nn.kernels.flash_attention import CpuKernel, GpuKernel, flash_attention
+from megatron_wrap.nn.kernels.attention.flash_attention import CpuKernel, GpuKernel, flash_attention
 
 _HALF = (torch.float16, torch.bfloat16)
 _MIN_CAPABILITY = (8, 0)

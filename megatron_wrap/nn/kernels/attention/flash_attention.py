@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_wrap.nn.kernels.available import has_triton
+
 
 class FlashKernel(Protocol):
     """A flash attention. Tensors are [..., s, heads, d] with grouped queries, the logsumexp [..., heads, s] in fp32 (in
@@ -255,6 +257,12 @@ def _by_query(values: Tensor) -> Tensor:
 def merge_(output: Tensor, total: Tensor, block: Tensor, block_total: Tensor) -> None:
     """Add the attention to further keys to `output` [..., s, heads, d] and logsumexp `total` [..., heads, s], in place.
     Arithmetic is in the dtype of the logsumexps."""
+    if output.is_cuda and total.dtype == torch.float32 and has_triton():
+        from megatron_wrap.nn.kernels.attention.merge import merge_parts_
+
+        packed = (tensor if output.dim() == 4 else tensor[None] for tensor in (output, total, block, block_total))
+        merge_parts_(*packed)
+        return
     share = _by_query(torch.sigmoid(block_total - total))
     if output.dtype == total.dtype:
         output.lerp_(block.to(total.dtype), share)

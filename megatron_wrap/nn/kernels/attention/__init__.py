@@ -1,0 +1,1 @@
+"""Attention by kernels that return the logsumexp of the scores."""
