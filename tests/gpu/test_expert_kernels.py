@@ -11,7 +11,7 @@ from megatron_wrap.nn.experts.permutation import row_order, rows_of_tokens, sums
 from megatron_wrap.nn.experts.products import grouped_linear
 from megatron_wrap.nn.kernels.expert_rows import spread_rows, sum_rows
 from megatron_wrap.nn.kernels.expert_weight_gradients import add_weight_gradients
-from megatron_wrap.nn.kernels.routing import route
+from megatron_wrap.nn.kernels.routing import route, split
 from megatron_wrap.nn.kernels.selection import Selection
 from megatron_wrap.nn.kernels.weighted_swiglu import weighted_swiglu
 
@@ -122,6 +122,14 @@ def test_fp32_logits_of_bf16_hidden_states():
         assert error(actual, exact_gradient) < 4e-3
 
 
+@pytest.mark.parametrize("columns", [128, 60])
+def test_three_halves_add_up_to_fp32(columns):
+    values = torch.randn(1000, columns, device="cuda") * torch.logspace(-6, 3, columns, device="cuda")
+    parts = split(values).view(1000, 3, columns)
+    assert torch.equal(parts[:, 0], values.bfloat16())
+    assert torch.equal(parts.float().sum(1), values)
+
+
 @pytest.mark.parametrize("counts", [[5, 0, 700, 64, 1], [0, 0, 300, 0, 0]])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1536, 2048), (2048, 768), (104, 72)])
 def test_weight_gradients_are_added_without_rounding(counts, outputs, inputs):
@@ -187,10 +195,8 @@ def test_nothing_waits_for_the_gpu():
 
     def run() -> None:
         order = row_order(routing_map, count)
-        ends = routing_map.sum(0).cumsum(0).int()
-        inner = weighted_swiglu(
-            grouped_linear(rows_of_tokens(values, order), weight, ends), order.weights_of_rows(probs)
-        )
+        rows = rows_of_tokens(values, order)
+        inner = weighted_swiglu(grouped_linear(rows, weight, order.ends), order.weights_of_rows(probs))
         sums_of_rows(inner, order).sum().backward()
 
     run()  # kernels are compiled

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_wrap.nn.experts.exchange import exchange_rows
 from megatron_wrap.nn.experts.permutation import RowOrder, row_order, rows_of_tokens, sums_of_rows
-from megatron_wrap.nn.experts.products import DeferredGradient
+from megatron_wrap.nn.experts.products import DeferredGradient, RowEnds
 
 
 def can_sort_on_device(config: Any) -> bool:
@@ -43,8 +43,6 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
     """Of this process's tokens by the process to which they are sent, without its number of rows."""
     order: RowOrder
     """Of the tokens that are here by local expert."""
-    local_counts: Tensor
-    """int64 [L] on the device: the rows of each local expert."""
     sizes: _ExchangeSizes | None = None
     """None: nothing is exchanged."""
     _deferred: DeferredGradient | None = None
@@ -65,8 +63,6 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
             self._exchange_sizes(by_process, routing_map)
             self.sent = row_order(by_process, min(self.config.moe_router_topk, self.ep_size))
             probs = probs.masked_fill(~routing_map, -1.0)
-        else:
-            self.local_counts = routing_map.sum(dim=0)
         return hidden_states.reshape(-1, self.hidden_shape[-1]), probs
 
     def compute_beside_exchange(self, deferred: DeferredGradient) -> None:
@@ -89,8 +85,8 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         self._waits = (wait_for_rows, wait_for_weights)
         return received, of_received
 
-    def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows [R, H] of the local experts sorted by expert, the number of rows of each, and the weights [R]."""
+    def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, RowEnds, Tensor]:
+        """Rows [R, H] of the local experts sorted by expert, where those of each end, and the weights [R]."""
         for wait in self._waits:
             wait()
         self._waits = ()
@@ -103,7 +99,8 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
             self.order = row_order(self.routing_map, most)
         else:  # a weight that is not a number is one of a row, whose loss is then refused
             self.order = row_order(~(weights.detach() < 0), most, self.sizes.rows)
-        return rows_of_tokens(tokens, self.order), self.local_counts, self.order.weights_of_rows(weights)
+        rows = rows_of_tokens(tokens, self.order)
+        return rows, RowEnds(self.order.ends), self.order.weights_of_rows(weights)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums over the local experts of each token; partial sums of tensor-parallel experts are added up."""
@@ -129,8 +126,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         return sums.view(self.hidden_shape)
 
     def _exchange_sizes(self, by_process: Tensor, routing_map: Tensor) -> None:
-        """Gather how many tokens each process sends to each, and how many rows each expert has; set `local_counts` and
-        `sizes`.
+        """Gather how many tokens each process sends to each, and how many rows each expert has; set `sizes`.
 
         Args:
             by_process: bool [T, expert-parallel processes]: whether a token is sent to a process.
@@ -139,9 +135,9 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         everywhere = gather_from_sequence_parallel_region(mine, group=self.tp_ep_group)
         everywhere = everywhere.view(self.ep_size, self.tp_size, -1)  # [expert-parallel rank, tensor-parallel rank, :]
         first = self.ep_size + self.local_expert_indices[0]
-        self.local_counts = everywhere[:, :, first : first + self.num_local_experts].sum(dim=(0, 1))
+        of_local_experts = everywhere[:, :, first : first + self.num_local_experts].sum()
         received = everywhere[:, :, self.ep_group.rank()]
-        numbers = [mine[: self.ep_size], received[:, self.tp_rank], received.sum(dim=0), self.local_counts.sum()[None]]
+        numbers = [mine[: self.ep_size], received[:, self.tp_rank], received.sum(dim=0), of_local_experts[None]]
         self.sizes = _ExchangeSizes(torch.cat(numbers), self.ep_size)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_wrap.nn.kernels.available import has_triton
 from megatron_wrap.nn.kernels.weight_gradients import can_accumulate_weight_gradients
 
 
@@ -54,6 +55,10 @@ class _Gate(torch.autograd.Function):
 
 def _split(values: Tensor) -> Tensor:
     """bf16 [N, 3 * columns]: three tensors beside each other, of 8 bits of the fp32 values' 24 each."""
+    if values.is_cuda and has_triton():
+        from megatron_wrap.nn.kernels.routing import split
+
+        return split(values)
     parts = []
     for _ in range(3):
         parts.append(values.bfloat16())

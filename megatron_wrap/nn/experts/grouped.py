@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_wrap.nn.experts.products import DeferredGradient, grouped_linear
+from megatron_wrap.nn.experts.products import DeferredGradient, RowEnds, grouped_linear
 from megatron_wrap.nn.kernels.available import has_triton
 
 _GATE_GAINS: dict[Any, float] = {functional.silu: 1.0, quick_gelu: 1.702}
@@ -38,12 +38,12 @@ class GroupedExperts(MegatronModule):
         self.linear_fc1 = GroupedLinear(num_local_experts, hidden, inner, config, pg_collection, split_dim=0)
         self.linear_fc2 = GroupedLinear(num_local_experts, width, hidden, config, pg_collection, split_dim=1)
 
-    def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor | RowEnds, weights: Tensor) -> tuple[Tensor, None]:
         """Outputs of the experts, times the weights of the rows.
 
         Args:
             rows: [R, H], sorted by local expert.
-            tokens_per_expert: integers [E]: rows of each local expert, on any device.
+            tokens_per_expert: integers [E]: rows of each local expert, on any device; or where they end.
             weights: [R], the router's weight of each row.
 
         Returns:
@@ -51,10 +51,13 @@ class GroupedExperts(MegatronModule):
         """
         if self.config.moe_apply_probs_on_input:
             rows, weights = (weights.unsqueeze(-1) * rows).to(rows.dtype), torch.ones_like(weights)
-        counts = torch.as_tensor(tokens_per_expert).to(rows.device, non_blocking=True)
-        ends = counts.cumsum(0).to(torch.int32)
-        inner = self.linear_fc1(rows, counts, ends)
-        outputs = self.linear_fc2(self._activation(inner, weights), counts, ends, weights)
+        if isinstance(tokens_per_expert, RowEnds):
+            ends = tokens_per_expert.ends
+        else:
+            counts = torch.as_tensor(tokens_per_expert).to(rows.device, non_blocking=True)
+            ends = counts.cumsum(0).to(torch.int32)
+        inner = self.linear_fc1(rows, ends)
+        outputs = self.linear_fc2(self._activation(inner, weights), ends, weights)
         return outputs, None
 
     def _activation(self, inner: Tensor, weights: Tensor) -> Tensor:
@@ -119,13 +122,14 @@ class GroupedLinear(torch.nn.Module):
         if self.bias is not None and (split_dim == 0 or tensor == 1):
             set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=1, stride=1)
 
-    def forward(self, rows: Tensor, counts: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
-        """[R, in] to [R, out]; `counts` and `ends` as in `GroupedExperts` and `grouped_linear`; the bias is multiplied
-        by the weights [R] of the rows, if they are given."""
+    def forward(self, rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[R, in] to [R, out]; `ends` as in `grouped_linear`; the bias is multiplied by the weights [R] of the rows, if
+        they are given."""
         deferred, self._deferred = self._deferred, None
         outputs = grouped_linear(rows, self.weight, ends, self.accumulate, deferred)
         if self.bias is None:
             return outputs
+        counts = ends.diff(prepend=ends.new_zeros(1)).long()
         bias = _bias_of_rows(self.bias, counts, rows.shape[0], self.bias_share)
         return outputs + (bias if weights is None else (bias * weights.unsqueeze(-1)).to(outputs.dtype))
 

@@ -83,7 +83,7 @@ class ExpertAdapter(torch.nn.Module):
         return whole
 
     def _add_to_output(self, _base: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output + self(inputs[0], inputs[2]) if self.enabled else output
+        return output + self(inputs[0], inputs[1]) if self.enabled else output
 
     def sharded_parameters(self, base: GroupedLinear, prefix: str, gated: bool) -> dict[str, Any]:
         """Megatron-Core's description of the factors for checkpoints; each layer has tensors of its own."""

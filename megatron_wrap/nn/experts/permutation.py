@@ -24,6 +24,8 @@ class RowOrder(NamedTuple):
     """int64 [R]: the token of each row times G, plus its group."""
     rows: Tensor
     """int64 [T, width]: the rows of each token, in the order of their groups; then -1."""
+    ends: Tensor
+    """int32 [G]: 1 + the index of each group's last row."""
 
     def weights_of_rows(self, weights: Tensor) -> Tensor:
         """[R, ...]: of the weights [T, G, ...], those of each row's token and group."""
@@ -45,8 +47,8 @@ def row_order(mask: Tensor, width: int, total: int | None = None) -> RowOrder:
     if mask.is_cuda and has_triton():
         from megatron_wrap.nn.kernels.row_order import order_rows
 
-        of_rows, cells, rows = order_rows(mask, width)
-        return RowOrder(of_rows[:size], cells[:size], rows)
+        of_rows, cells, rows, ends = order_rows(mask, width)
+        return RowOrder(of_rows[:size], cells[:size], rows, ends)
     by_group = mask.t().contiguous()
     slots = torch.where(by_group, by_group.flatten().cumsum(0).view(groups, tokens) - 1, most)
     numbers = torch.arange(tokens, device=mask.device)
@@ -55,7 +57,8 @@ def row_order(mask: Tensor, width: int, total: int | None = None) -> RowOrder:
     cells = numbers.new_zeros(most + 1).scatter_(0, slots.flatten(), indices)[:size]
     ranks = torch.where(mask, mask.cumsum(1) - 1 + numbers[:, None] * width, most)
     rows = slots.new_full((most + 1,), -1).scatter_(0, ranks.flatten(), slots.t().flatten())
-    return RowOrder(cells // groups, cells, rows[:most].view(tokens, width))
+    ends = mask.sum(0).cumsum(0).to(torch.int32)
+    return RowOrder(cells // groups, cells, rows[:most].view(tokens, width), ends)
 
 
 def rows_of_tokens(tokens: Tensor, order: RowOrder) -> Tensor:

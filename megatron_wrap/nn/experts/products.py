@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from megatron_wrap.nn.kernels.available import has_triton
 
 ALIGNMENT_BYTES = 16
 """Of the rows of a matrix that torch's grouped product reads (aten/src/ATen/native/GroupedMMUtils.h)."""
+
+
+class RowEnds(NamedTuple):
+    """Of rows that are sorted by expert."""
+
+    ends: Tensor
+    """int32 [E] on the device: 1 + the index of each expert's last row."""
 
 
 class DeferredGradient:

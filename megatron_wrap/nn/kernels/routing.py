@@ -180,6 +180,28 @@ def _backward_kernel(
     tl.store(grad_logits + offset, result.to(grad_logits.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _split_kernel(values, parts, columns, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < columns
+    rest = tl.load(values + row * columns + column, mask=inside, other=0.0)
+    for number in tl.static_range(3):
+        part = rest.to(tl.bfloat16)
+        tl.store(parts + (3 * row + number) * columns + column, part, mask=inside)
+        rest -= part.to(tl.float32)
+
+
+def split(values: Tensor) -> Tensor:
+    """bf16 [N, 3 * columns] of fp32 [N, columns] on a GPU: three tensors beside each other, whose sum they are."""
+    rows, columns = values.shape
+    parts = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=values.device)
+    if rows:
+        block = triton.next_power_of_2(columns)
+        _split_kernel[(rows,)](values.contiguous(), parts, columns, block=block, num_warps=1)
+    return parts
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, bias: Tensor | None, selection: Selection, balances: bool) -> Any:
@@ -201,6 +223,7 @@ class _Route(torch.autograd.Function):
                 **_launch(experts),
             )
         ctx.selection, ctx.balances = selection, balances
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, mask)
         chosen, best = mask.view(torch.bool), balance_mask.view(torch.bool)
         ctx.mark_non_differentiable(chosen, best)
@@ -212,11 +235,13 @@ class _Route(torch.autograd.Function):
         logits, mask = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         if logits.numel():
-            of_scores = grads[2]
-            strides = of_scores.stride() if ctx.balances else (0, 0)  # the sum over tokens expands one row
+            of_weights = torch.zeros_like(logits) if grads[0] is None else grads[0].contiguous()
+            balances = ctx.balances and grads[2] is not None
+            of_scores = grads[2] if balances else of_weights
+            strides = of_scores.stride() if balances else (0, 0)  # the sum over tokens expands one row
             _backward_kernel[_grid(logits)](
-                *(logits, mask, grads[0].contiguous(), of_scores, *strides, grad_logits, *logits.shape),
-                **_form(ctx.selection, ctx.balances),
+                *(logits, mask, of_weights, of_scores, *strides, grad_logits, *logits.shape),
+                **_form(ctx.selection, balances),
                 **_launch(logits.shape[1]),
             )
         return grad_logits, None, None, None

@@ -55,6 +55,7 @@ def test_tokens_with_different_numbers_of_rows():
     mask[0] = False  # no row
     width, total = int(mask.sum(1).max()), int(mask.sum())
     order = row_order(mask, width, total)
+    assert order.ends.tolist() == mask.sum(0).cumsum(0).tolist()
     tokens = torch.randn(TOKENS, COLUMNS, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(mask.shape, dtype=torch.float64, requires_grad=True)
     outer = torch.randn(TOKENS, COLUMNS, dtype=torch.float64)
