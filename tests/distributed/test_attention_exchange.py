@@ -68,7 +68,7 @@ def test_gradients_of_a_ring_are_those_of_one_rank(overrides, layouts, ranks):
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_ring_has_the_output_and_gradients_of_a_softmax(processes, ranks):
-    """Also of rows that no two ranks share equally: sequences of one token in each chunk, and of many."""
+    """Of two rows, and of a packed row, in which some sequences have one token in each chunk."""
     unit = 2 * processes
     whole, packed = (5 * unit,), (3 * unit, unit, 4 * unit, unit)
     for lengths, rows in ((whole, 2), (packed, 1)):
