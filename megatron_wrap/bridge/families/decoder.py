@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_wrap.bridge.mapping import tensors as weights
@@ -173,6 +174,29 @@ def decoder_values(config: Mapping[str, Any], *, tied: bool, act: Iterable[str] 
         "init_method_std": float(config.get("initializer_range", 0.02)),
         "attention_dropout": float(config.get("attention_dropout") or 0.0),
         **rope_values(config),
+    }
+
+
+def hidden_dropout(config: Mapping[str, Any], default: float) -> float:
+    """The dropout of residuals and embeddings, which Megatron-Core has in one number."""
+    dropouts = {float(config.get(key, default) or 0.0) for key in ("resid_pdrop", "embd_pdrop")}
+    if len(dropouts) > 1:
+        raise UnsupportedModel("resid_pdrop and embd_pdrop differ, but Megatron-Core has one hidden_dropout")
+    return dropouts.pop()
+
+
+def experts_of_all_layers(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Architecture keys of experts in every layer, of the width of a dense MLP.
+
+    Args:
+        values: the keys of `decoder_values`.
+    """
+    return {
+        **ROUTER,
+        "num_experts": need(config, "num_local_experts"),
+        "moe_layer_freq": [1] * values["num_layers"],
+        "moe_ffn_hidden_size": values["ffn_hidden_size"],
+        "moe_router_topk": need(config, "num_experts_per_tok"),
     }
 
 
@@ -391,14 +415,23 @@ def norm_after_table(sizes: Sizes, ours: str, theirs: str) -> Table:
     }
 
 
-def llama_table(arch: ArchConfig) -> Table:
-    """The weight table of Llama, Mistral and Qwen."""
+def decoder_layer(
+    arch: ArchConfig,
+    sizes: Sizes,
+    ours: str,
+    theirs: str,
+    *,
+    norms: Callable[[Sizes, str, str], Table] = norm_table,
+    attention: LayerTable = attention_table,
+    mlp: LayerTable = mlp_of_layer,
+) -> Table:
+    """The table of a layer; a family passes the parts in which it differs from Llama."""
+    return {
+        **norms(sizes, ours, theirs),
+        **attention(arch, sizes, ours, theirs),
+        **mlp(arch, sizes, ours, theirs),
+    }
 
-    def layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-        return {
-            **norm_table(sizes, ours, theirs),
-            **attention_table(arch, sizes, ours, theirs),
-            **mlp_of_layer(arch, sizes, ours, theirs),
-        }
 
-    return decoder_table(arch, layer)
+llama_table = partial(decoder_table, layer=decoder_layer)
+"""The weight table of Llama, Mistral and Qwen."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families.gemma_layers import gemma_config, gemma_table, gemma_values
-from megatron_wrap.bridge.families.mistral import FULL, SLIDING, layer_windows, layer_windows_config
+from megatron_wrap.bridge.families.mistral import layer_windows, layer_windows_config
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 
@@ -17,12 +17,10 @@ _CAPS: Mapping[str, float] = {"attn_logit_softcapping": 50.0, "final_logit_softc
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     config = {"sliding_window": 4096, **config}
     values = gemma_values(config, _DEFAULTS)
-    layers = values["num_layers"]
-    kinds = config.get("layer_types") or [SLIDING if layer % 2 == 0 else FULL for layer in range(layers)]
     caps = {key: config.get(key, default) for key, default in _CAPS.items()}
     return {
         **values,
-        **layer_windows(kinds, config, layers),
+        **layer_windows(config, values["num_layers"], full_every=2),
         **{key: None if cap is None else float(cap) for key, cap in caps.items()},
     }
 

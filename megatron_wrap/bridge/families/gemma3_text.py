@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_wrap.bridge.families.decoder import refuse_unless
 from megatron_wrap.bridge.families.gemma_layers import gemma_config, gemma_table, gemma_values
-from megatron_wrap.bridge.families.mistral import FULL, SLIDING, layer_windows, layer_windows_config
+from megatron_wrap.bridge.families.mistral import SLIDING, layer_windows, layer_windows_config
 from megatron_wrap.bridge.families.rope_by_kind import rope_of_kinds, rope_of_kinds_config, window_rope_values
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
@@ -19,9 +19,8 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     config = {"sliding_window": 4096, **config}
     whole, window = rope_of_kinds(config, base=1e6, window_base=config.get("rope_local_base_freq") or 1e4)
     values = gemma_values({**config, "rope_scaling": None, "rope_parameters": whole}, _DEFAULTS)
-    layers, interval = values["num_layers"], config.get("sliding_window_pattern") or 6
-    kinds = config.get("layer_types") or [SLIDING if (layer + 1) % interval else FULL for layer in range(layers)]
-    values |= {"qk_layernorm": True, **layer_windows(kinds, config, layers)}
+    windows = layer_windows(config, values["num_layers"], full_every=config.get("sliding_window_pattern") or 6)
+    values |= {"qk_layernorm": True, **windows}
     return {**values, **window_rope_values(values, window)}
 
 

@@ -59,14 +59,10 @@ def gemma_config(arch: ArchConfig) -> dict[str, Any]:
     return {**values, "hidden_activation": ACTIVATION, "pad_token_id": None}
 
 
-def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    before = {"input_layernorm.weight": "input_layernorm", "pre_mlp_layernorm.weight": "pre_feedforward_layernorm"}
-    return {
-        **{ours + name: weights.replicated(f"{theirs}{norm}.weight", sizes.hidden) for name, norm in before.items()},
-        **decoder.attention_table(arch, sizes, ours, theirs),
-        **decoder.mlp_of_layer(arch, sizes, ours, theirs),
-        **decoder.norm_after_table(sizes, ours, theirs),
-    }
+def _norms(sizes: Sizes, ours: str, theirs: str) -> Table:
+    names = {"input_layernorm.weight": "input_layernorm", "pre_mlp_layernorm.weight": "pre_feedforward_layernorm"}
+    before = {ours + name: weights.replicated(f"{theirs}{norm}.weight", sizes.hidden) for name, norm in names.items()}
+    return {**before, **decoder.norm_after_table(sizes, ours, theirs)}
 
 
-gemma_table = partial(decoder.decoder_table, layer=_layer)
+gemma_table = partial(decoder.decoder_table, layer=partial(decoder.decoder_layer, norms=_norms))

@@ -3,24 +3,19 @@ DeepSeek V3's experts (transformers/models/glm4_moe).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table
+from megatron_wrap.bridge.families import decoder, deepseek_v3
+from megatron_wrap.bridge.families.decoder import Table
 from megatron_wrap.bridge.families.deepseek_experts import (
     expert_config,
     expert_values,
     sigmoid_router_config,
     sigmoid_router_values,
 )
-from megatron_wrap.bridge.families.prediction_layers import (
-    ANY_NUMBER,
-    prediction_config,
-    prediction_copies,
-    prediction_layers_left_out,
-    prediction_table,
-)
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.families.prediction_layers import prediction_table
 from megatron_wrap.config.schema.model import ArchConfig
 
 
@@ -46,26 +41,18 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
     }
 
 
-def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    return {
-        **decoder.norm_table(sizes, ours, theirs),
-        **decoder.attention_table(arch, sizes, ours, theirs),
-        **decoder.mlp_of_layer(arch, sizes, ours, theirs, shared="shared_experts"),
-    }
+_layer = partial(decoder.decoder_layer, mlp=partial(decoder.mlp_of_layer, shared="shared_experts"))
 
 
 def _parameters(arch: ArchConfig) -> Table:
     return {**decoder.decoder_table(arch, _layer), **prediction_table(arch, _layer)}
 
 
-FAMILY = Family(
+FAMILY = replace(
+    deepseek_v3.FAMILY,
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     arch_values=_arch_values,
     config_values=_config_values,
     parameters=_parameters,
-    left_out=prediction_layers_left_out,
-    exported_values=prediction_config,
-    copies=prediction_copies,
-    max_prediction_layers=ANY_NUMBER,
 )

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import PLAIN, Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families.decoder import PLAIN, Sizes, Table, hidden_dropout, need, refuse_unless
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.derived import ffn_hidden_size
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.errors import UnsupportedModel
 
 _GELU = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
 """activation_function -> whether it is the tanh approximation."""
@@ -22,9 +21,6 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
         scale_attn_by_inverse_layer_idx=False,
         add_cross_attention=False,
     )
-    dropouts = {float(config.get(key, 0.1)) for key in ("resid_pdrop", "embd_pdrop")}
-    if len(dropouts) > 1:
-        raise UnsupportedModel("resid_pdrop and embd_pdrop differ, but Megatron-Core has one hidden_dropout")
     hidden, heads = need(config, "n_embd"), need(config, "n_head")
     return {
         **PLAIN,
@@ -43,7 +39,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
         "swiglu": False,
         "openai_gelu": _GELU[config.get("activation_function", "gelu_new")],
         "add_bias_linear": True,
-        "hidden_dropout": dropouts.pop(),
+        "hidden_dropout": hidden_dropout(config, 0.1),
         "attention_dropout": float(config.get("attn_pdrop", 0.1)),
         "init_method_std": float(config.get("initializer_range", 0.02)),
     }

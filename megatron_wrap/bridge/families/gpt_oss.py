@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import ROUTER, Sizes, Table, need, refuse_unless
-from megatron_wrap.bridge.families.mistral import FULL, SLIDING, layer_windows, layer_windows_config
+from megatron_wrap.bridge.families.decoder import Sizes, Table, refuse_unless
+from megatron_wrap.bridge.families.mistral import layer_windows, layer_windows_config
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.derived import moe_ffn_hidden_size
@@ -35,28 +35,20 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unless(config, attention_bias=True, swiglu_alpha=_ALPHA)
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
         config = {**config, "rope_scaling": _DEFAULT_ROPE}
-    config = {**_DEFAULTS, **config}
+    experts = config.get("num_experts") or config.get("num_local_experts")  # transformers 5 also reads num_experts
+    config = {**_DEFAULTS, **config, "num_local_experts": experts}
     values = decoder.decoder_values(config, tied=False)
     return {
         **values,
-        **ROUTER,
-        **layer_windows(config.get("layer_types") or _alternating(values["num_layers"]), config, values["num_layers"]),
+        **decoder.experts_of_all_layers(config, values),
+        **layer_windows(config, values["num_layers"], full_every=2),
         "softmax_type": "learnable",
         "add_bias_linear": True,
         "swiglu": False,
         "quick_geglu": True,
         "activation_func_clamp_value": float(config.get("swiglu_limit", 7.0)),
         "glu_linear_offset": 1.0,
-        # transformers 5 also reads num_experts
-        "num_experts": config.get("num_experts") or need(config, "num_local_experts"),
-        "moe_layer_freq": [1] * values["num_layers"],
-        "moe_ffn_hidden_size": values["ffn_hidden_size"],
-        "moe_router_topk": need(config, "num_experts_per_tok"),
     }
-
-
-def _alternating(layers: int) -> list[str]:
-    return [(SLIDING, FULL)[layer % 2] for layer in range(layers)]
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
@@ -74,16 +66,13 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
 
 def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     sinks = ours + "self_attention.core_attention.softmax_offset"
-    return {
-        **decoder.norm_table(sizes, ours, theirs),
-        **decoder.attention_table(arch, sizes, ours, theirs),
-        sinks: weights.column(theirs + "self_attn.sinks", sizes.heads),
-        **_experts_table(arch, sizes.hidden, ours + "mlp.", theirs + "mlp."),
-    }
+    table = decoder.decoder_layer(arch, sizes, ours, theirs, mlp=_experts_table)
+    return {**table, sinks: weights.column(theirs + "self_attn.sinks", sizes.heads)}
 
 
-def _experts_table(arch: ArchConfig, hidden: int, ours: str, theirs: str) -> Table:
+def _experts_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     assert arch.num_experts is not None
+    hidden, ours, theirs = sizes.hidden, ours + "mlp.", theirs + "mlp."
     table = {
         ours + "router.weight": weights.replicated(theirs + "router.weight", arch.num_experts, hidden),
         ours + "router.bias": weights.replicated(theirs + "router.bias", arch.num_experts),

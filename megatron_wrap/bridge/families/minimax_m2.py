@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import ROUTER, Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families.decoder import Sizes, Table, refuse_unless
+from megatron_wrap.bridge.families.mixtral import block_sparse_moe
 from megatron_wrap.bridge.families.prediction_layers import prediction_layers_left_out
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
@@ -33,13 +34,9 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     values = decoder.decoder_values({"rope_theta": 5000000.0, **config, "head_dim": width}, tied=False)
     return {
         **values,
-        **ROUTER,
+        **decoder.experts_of_all_layers(config, values),
         "qk_layernorm": True,
         "qk_layernorm_type": "per_layer",
-        "num_experts": need(config, "num_local_experts"),
-        "moe_layer_freq": [1] * values["num_layers"],
-        "moe_ffn_hidden_size": values["ffn_hidden_size"],
-        "moe_router_topk": need(config, "num_experts_per_tok"),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
@@ -58,14 +55,9 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
 
 def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     assert arch.num_experts is not None
-    ours_mlp, theirs_mlp, names = ours + "mlp.", theirs + "block_sparse_moe.", ("w1", "w3", "w2")
-    bias = weights.replicated(theirs_mlp + "e_score_correction_bias", arch.num_experts)
-    return {
-        **decoder.norm_table(sizes, ours, theirs),
-        **decoder.attention_table(arch, sizes, ours, theirs),
-        **decoder.experts_table(arch, sizes, ours_mlp, theirs_mlp, names=names),
-        ours_mlp + "router.expert_bias": weights.in_fp32(bias),
-    }
+    bias = weights.replicated(theirs + "block_sparse_moe.e_score_correction_bias", arch.num_experts)
+    table = decoder.decoder_layer(arch, sizes, ours, theirs, mlp=block_sparse_moe)
+    return {**table, ours + "mlp.router.expert_bias": weights.in_fp32(bias)}
 
 
 FAMILY = Family(

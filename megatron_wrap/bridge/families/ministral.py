@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table
-from megatron_wrap.bridge.families.mistral import FULL, SLIDING, layer_windows, layer_windows_config
+from megatron_wrap.bridge.families.mistral import layer_windows, layer_windows_config
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 
@@ -12,9 +12,7 @@ from megatron_wrap.config.schema.model import ArchConfig
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     config = {"sliding_window": 4096, **config}  # transformers' default
     values = decoder_values(config, tied=False)
-    kind = FULL if config["sliding_window"] is None else SLIDING
-    kinds = config.get("layer_types") or [kind] * values["num_layers"]
-    return {**values, **layer_windows(kinds, config, values["num_layers"])}
+    return {**values, **layer_windows(config, values["num_layers"], full_every=values["num_layers"] + 1)}
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:

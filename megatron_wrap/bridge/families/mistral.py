@@ -1,6 +1,6 @@
 """Mistral: Llama with optional sliding-window attention (transformers/models/mistral)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, every_nth, llama_table
@@ -24,8 +24,14 @@ def window_config(arch: ArchConfig) -> dict[str, Any]:
     return {"sliding_window": None if window is None else window[0] + 1}
 
 
-def layer_windows(kinds: Sequence[str], config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Windows of `sliding_window` tokens in some layers, from `layer_types`."""
+def layer_windows(config: Mapping[str, Any], layers: int, *, full_every: int) -> dict[str, Any]:
+    """Windows of `sliding_window` tokens in some layers, from `layer_types`.
+
+    Args:
+        full_every: without `layer_types`, each layer whose number, from 1, is a multiple of it attends to all tokens.
+    """
+    default = (FULL if number % full_every == 0 else SLIDING for number in range(1, layers + 1))
+    kinds = config.get("layer_types") or [*default]
     if len(kinds) != layers or set(kinds) - {SLIDING, FULL}:
         raise UnsupportedModel(f"layer_types must be {SLIDING} or {FULL} for each of the {layers} layers")
     full = [int(kind == FULL) for kind in kinds]

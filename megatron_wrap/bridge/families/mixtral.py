@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import ROUTER, Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families.decoder import Sizes, Table, refuse_unless
 from megatron_wrap.bridge.families.mistral import window_config, window_values
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
@@ -16,12 +16,8 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     values = decoder.decoder_values(config, tied=False)
     return {
         **values,
-        **ROUTER,
+        **decoder.experts_of_all_layers(config, values),
         **window_values(config.get("sliding_window")),
-        "num_experts": need(config, "num_local_experts"),
-        "moe_layer_freq": [1] * values["num_layers"],
-        "moe_ffn_hidden_size": values["ffn_hidden_size"],
-        "moe_router_topk": need(config, "num_experts_per_tok"),
     }
 
 
@@ -30,14 +26,10 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
     return {**decoder.decoder_config(arch), **window_config(arch), **experts}
 
 
-def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    names = ("w1", "w3", "w2")
-    return {
-        **decoder.norm_table(sizes, ours, theirs),
-        **decoder.attention_table(arch, sizes, ours, theirs),
-        **decoder.experts_table(arch, sizes, ours + "mlp.", theirs + "block_sparse_moe.", names=names),
-    }
+def block_sparse_moe(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    """The table of a layer's experts."""
+    return decoder.experts_table(arch, sizes, ours + "mlp.", theirs + "block_sparse_moe.", names=("w1", "w3", "w2"))
 
 
-_table = partial(decoder.decoder_table, layer=_layer)
+_table = partial(decoder.decoder_table, layer=partial(decoder.decoder_layer, mlp=block_sparse_moe))
 FAMILY = Family("mixtral", "MixtralForCausalLM", _arch_values, _config_values, _table)

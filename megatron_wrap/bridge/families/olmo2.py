@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, refuse_unless
+from megatron_wrap.bridge.families.decoder import refuse_unless
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 
@@ -23,13 +23,6 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
     return {**decoder.decoder_config(arch), "attention_bias": False, "pad_token_id": None}
 
 
-def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    return {
-        **decoder.attention_table(arch, sizes, ours, theirs),
-        **decoder.mlp_of_layer(arch, sizes, ours, theirs),
-        **decoder.norm_after_table(sizes, ours, theirs),
-    }
-
-
+_layer = partial(decoder.decoder_layer, norms=decoder.norm_after_table)
 olmo_table = partial(decoder.decoder_table, layer=_layer)
 FAMILY = Family("olmo2", "Olmo2ForCausalLM", _arch_values, _config_values, olmo_table)

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.mistral import FULL, SLIDING, layer_windows, layer_windows_config
+from megatron_wrap.bridge.families.mistral import layer_windows, layer_windows_config
 from megatron_wrap.bridge.families.olmo2 import FAMILY as OLMO2
 from megatron_wrap.bridge.families.olmo2 import olmo_table
 from megatron_wrap.bridge.families.rope_by_kind import rope_of_kinds, rope_of_kinds_config, window_rope_values
@@ -20,9 +20,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     config = {"sliding_window": 4096, **config}  # transformers' default
     whole, window = rope_of_kinds(config, base=_BASE, window_base=_BASE)
     values = OLMO2.arch_values({**config, "rope_scaling": None, "rope_parameters": whole})
-    layers = values["num_layers"]
-    kinds = config.get("layer_types") or [SLIDING if (layer + 1) % 4 else FULL for layer in range(layers)]
-    values |= layer_windows(kinds, config, layers)
+    values |= layer_windows(config, values["num_layers"], full_every=4)
     return {**values, **window_rope_values(values, window)}
 
 

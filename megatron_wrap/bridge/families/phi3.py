@@ -19,16 +19,14 @@ LONG = ("longrope", "su", "yarn")
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    dropouts = {float(config.get(key) or 0.0) for key in ("resid_pdrop", "embd_pdrop")}
-    if len(dropouts) > 1:
-        raise UnsupportedModel("resid_pdrop and embd_pdrop differ, but Megatron-Core has one hidden_dropout")
     kind, rope = decoder.rope_parameters(config)
     plain = config
     if kind in LONG:
         theta = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         plain = {**config, "rope_scaling": None, "rope_parameters": theta}
     values = decoder.decoder_values(plain, tied=False) | (_longrope(config, rope) if kind in LONG else {})
-    return {**values, "hidden_dropout": dropouts.pop(), **window_values(config.get("sliding_window"))}
+    dropout = decoder.hidden_dropout(config, 0.0)
+    return {**values, "hidden_dropout": dropout, **window_values(config.get("sliding_window"))}
 
 
 def _longrope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from megatron_wrap.bridge.families import qwen3_5_text
 from megatron_wrap.bridge.families.decoder import need
-from megatron_wrap.bridge.families.qwen3_5_text import parameters, prediction_config
-from megatron_wrap.bridge.families.qwen3_next import (
-    hybrid_config,
-    hybrid_experts,
-    hybrid_experts_config,
-    hybrid_values,
-    prediction_layer_left_out,
-)
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.families.qwen3_next import hybrid_config, hybrid_experts, hybrid_experts_config, hybrid_values
 from megatron_wrap.config.schema.derived import moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
@@ -25,7 +19,7 @@ _DENSE = ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob")
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     config = {key: value for key, value in config.items() if key not in _DENSE}
-    values = hybrid_values({**config, "intermediate_size": need(config, "moe_intermediate_size")}, tied=False)
+    values = hybrid_values({**config, "intermediate_size": need(config, "moe_intermediate_size")})
     return {**values, **hybrid_experts(config, values["num_layers"])}
 
 
@@ -36,14 +30,11 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in (*_DENSE, "intermediate_size")}
 
 
-FAMILY = Family(
+FAMILY = replace(
+    qwen3_5_text.FAMILY,
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     arch_values=_arch_values,
     config_values=_config_values,
-    parameters=parameters,
-    left_out=prediction_layer_left_out,
-    exported_values=prediction_config,
-    max_prediction_layers=1,
     splits_stacks=True,  # the published folders stack them, transformers 5 does not
 )

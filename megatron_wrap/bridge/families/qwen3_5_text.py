@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -42,14 +41,10 @@ def prediction_config(arch: ArchConfig) -> dict[str, Any]:
     return {"mtp_num_hidden_layers": arch.mtp_num_layers or 0}
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    return hybrid_values(config, tied=False)
-
-
 FAMILY = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    arch_values=_arch_values,
+    arch_values=hybrid_values,
     config_values=hybrid_config,
     parameters=parameters,
     left_out=prediction_layer_left_out,

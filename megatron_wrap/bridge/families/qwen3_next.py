@@ -29,10 +29,10 @@ _SIZES: Mapping[str, int] = {
 """Keys of the linear layers, which have the same names in config.json -> transformers' defaults."""
 
 
-def hybrid_values(config: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
+def hybrid_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Architecture keys of Qwen3-Next and Qwen3.5, without those of experts."""
     refuse_unless(config, attention_bias=False, attn_output_gate=True)
-    values = decoder.decoder_values({"partial_rotary_factor": 0.25, "head_dim": 256, **config}, tied=tied)
+    values = decoder.decoder_values({"partial_rotary_factor": 0.25, "head_dim": 256, **config}, tied=False)
     interval = config.get("full_attention_interval") or 4  # transformers' defaults
     kinds = config.get("layer_types") or [
         LINEAR if (layer + 1) % interval else FULL for layer in range(values["num_layers"])
@@ -73,12 +73,8 @@ Projection = Callable[[ArchConfig, str, int], WeightMapping]
 def hybrid_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, *, in_proj: Projection) -> Table:
     """The table of a layer of either kind."""
     is_linear = ours.startswith("decoder.") and linear_layer_pattern(arch)[int(ours.split(".")[2])]
-    attention = _linear_table(arch, sizes, ours, theirs, in_proj) if is_linear else None
-    return {
-        **decoder.norm_table(sizes, ours, theirs),
-        **(decoder.attention_table(arch, sizes, ours, theirs) if attention is None else attention),
-        **decoder.mlp_of_layer(arch, sizes, ours, theirs),
-    }
+    attention = partial(_linear_table, in_proj=in_proj) if is_linear else decoder.attention_table
+    return decoder.decoder_layer(arch, sizes, ours, theirs, attention=attention)
 
 
 def _linear_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, in_proj: Projection) -> Table:
@@ -153,7 +149,7 @@ prediction_layer_left_out = partial(prediction_layers_left_out, named=r"mtp\..*"
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    values = hybrid_values(config, tied=False)
+    values = hybrid_values(config)
     return {**values, **hybrid_experts(config, values["num_layers"])}
 
 
