@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_wrap.checkpoint.content import layout_facts
 from megatron_wrap.checkpoint.precheck import starting_checkpoint
-from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run
+from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import OPTIMIZER_KEYS, OVERLAP_KEYS, choices, with_choices
 from megatron_wrap.config.reading.pipeline_layout import even_layout
@@ -31,12 +31,7 @@ def decided(config: RunConfig, platform: Platform, parallel: ParallelState, voca
         vocab_size: of the model, without padding.
     """
     layout = layout_facts(parallel, platform.name)
-    saved, split, exchange, device = on_rank_0(
-        lambda: (
-            *(saved_choices(config, layout), saved_split(config, layout), saved_exchange(config, layout)),
-            platform.device_name,
-        )
-    )
+    saved, split, exchange, device = on_rank_0(lambda: (*_saved_choices(config, layout), platform.device_name))
     chosen = choices(config, platform.machine, parallel.dp_cp.size, saved)
     split_here = split_choice(config, vocab_size, device, split)
     exchange_here = exchange_choice(config, use_transformer_engine(config, platform), exchange)
@@ -47,8 +42,9 @@ def decided(config: RunConfig, platform: Platform, parallel: ParallelState, voca
     return with_choices(config, chosen)
 
 
-def saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> dict[str, bool]:
-    """section.key -> value in the checkpoint whose optimizer the run would load; empty if there is none.
+def _saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> tuple[dict[str, bool], str | None, str | None]:
+    """The choices in the checkpoint whose optimizer the run would load: section.key -> value, and, if it has the run's
+    layout, the layers of its pipeline stages and its `cp_comm_type`; without a checkpoint of ours none.
 
     Args:
         layout: of the run, from `layout_facts`.
@@ -56,59 +52,18 @@ def saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> dict[str, boo
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
-    saved = _continued_run(config)
-    if saved is None:
-        return {}
-    values: dict[str, bool] = {}
-    for name in (*OPTIMIZER_KEYS, *(OVERLAP_KEYS if saved.facts.get("layout") == layout else ())):
-        section, _, key = name.partition(".")
-        value = saved.section(section).get(key)
-        if isinstance(value, bool):
-            values[name] = value
-    return values
-
-
-def saved_split(config: RunConfig, layout: Mapping[str, Any]) -> str | None:
-    """The layers of the pipeline stages in the checkpoint whose optimizer the run would load, if it has the run's
-    layout; even where the checkpoint is older than the choice of a split.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be loaded.
-    """
-    saved = _continued_on(config, layout)
-    if saved is None:
-        return None
-    section, _, key = LAYOUT_KEY.partition(".")
-    split = saved.section(section).get(key)
-    stages, chunks = config.parallel.pipeline_model_parallel_size, layout["virtual"] or 1
-    even = even_layout(config.arch.num_layers, stages, chunks)
-    return split if isinstance(split, str) or even is None else str(even)
-
-
-def saved_exchange(config: RunConfig, layout: Mapping[str, Any]) -> str | None:
-    """`cp_comm_type` of the checkpoint whose optimizer the run would load, if it has the run's layout. In a checkpoint
-    older than the choice the key stands in the architecture, and p2p is what runs had without it.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be loaded.
-    """
-    saved = _continued_on(config, layout)
-    if saved is None:
-        return None
-    section, _, key = EXCHANGE_KEY.partition(".")
-    value = saved.section(section).get(key) or saved.section("arch").get(key)
-    return value if isinstance(value, str) else "p2p"
-
-
-def _continued_run(config: RunConfig) -> SavedRun | None:
-    """The run whose optimizer state this one would load; None: there is none, or it is Megatron-LM's."""
     train, start = config.train, starting_checkpoint(config)
-    if start is None or train.no_load_optim or (train.finetune and not start.resumes):
-        return None
-    return read_saved_run(start.path)
-
-
-def _continued_on(config: RunConfig, layout: Mapping[str, Any]) -> SavedRun | None:
-    """`_continued_run` if it had the given layout, else None."""
-    saved = _continued_run(config)
-    return saved if saved is not None and saved.facts.get("layout") == layout else None
+    loads_optimizer = start is not None and not train.no_load_optim and (start.resumes or not train.finetune)
+    saved = read_saved_run(start.path) if start is not None and loads_optimizer else None
+    if saved is None:
+        return {}, None, None
+    has_layout = saved.facts.get("layout") == layout
+    names = (*OPTIMIZER_KEYS, *(OVERLAP_KEYS if has_layout else ()))
+    values = {name: value for name in names if isinstance(value := saved.value(name), bool)}
+    if not has_layout:
+        return values, None, None
+    # a checkpoint that is older than these choices: even stages; the key stood in the architecture, p2p without it
+    even = even_layout(config.arch.num_layers, config.parallel.pipeline_model_parallel_size, layout["virtual"] or 1)
+    split, exchange = saved.value(LAYOUT_KEY), saved.value(EXCHANGE_KEY) or saved.value("arch.cp_comm_type")
+    split = split if isinstance(split, str) or even is None else str(even)
+    return values, split, exchange if isinstance(exchange, str) else "p2p"

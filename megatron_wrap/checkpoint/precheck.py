@@ -19,39 +19,27 @@ from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.inside_folder import leaves_folder
 
-_FIRST_PARAMETER: dict[str, str] = {
-    "vocab_size": "embedding.word_embeddings.weight",
-    "hidden_size": "embedding.word_embeddings.weight",
-    "embedding_multiplier": "embedding.word_embeddings.weight",
-    "position_embedding_type": "embedding.position_embeddings.weight",
-    "max_position_embeddings": "embedding.position_embeddings.weight",
-    "num_layers": "decoder.layers",
-    "mtp_num_layers": "mtp_block.layers",
-    "normalization": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
-    "apply_layernorm_1p": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
-    "num_attention_heads": "decoder.layers.self_attention.linear_qkv.weight",
-    "num_query_groups": "decoder.layers.self_attention.linear_qkv.weight",
-    "kv_channels": "decoder.layers.self_attention.linear_qkv.weight",
-    "rotary_interleaved": "decoder.layers.self_attention.linear_qkv.weight",
-    "add_qkv_bias": "decoder.layers.self_attention.linear_qkv.bias",
-    "add_bias_linear": "decoder.layers.self_attention.linear_qkv.bias",
-    "norm_placement": "decoder.layers.self_attn_bda.norm.weight",
-    "qk_layernorm": "decoder.layers.self_attention.q_layernorm.weight",
-    "qk_layernorm_type": "decoder.layers.self_attention.q_layernorm.weight",
-    "softmax_type": "decoder.layers.self_attention.core_attention.softmax_offset",
-    "attention_output_gate": "decoder.layers.self_attention.linear_qkv.weight",
-    "linear_key_head_dim": "decoder.layers.self_attention.in_proj.weight",
-    "linear_value_head_dim": "decoder.layers.self_attention.in_proj.weight",
-    "linear_num_key_heads": "decoder.layers.self_attention.in_proj.weight",
-    "linear_num_value_heads": "decoder.layers.self_attention.in_proj.weight",
-    "ffn_hidden_size": "decoder.layers.mlp.linear_fc1.weight",
-    "swiglu": "decoder.layers.mlp.linear_fc1.weight",
-    "geglu": "decoder.layers.mlp.linear_fc1.weight",
-    "quick_geglu": "decoder.layers.mlp.linear_fc1.weight",
-    "untie_embeddings_and_output_weights": "output_layer.weight",
+_KEYS_OF_PARAMETERS = {
+    "embedding.word_embeddings.weight": ("vocab_size", "hidden_size", "embedding_multiplier"),
+    "embedding.position_embeddings.weight": ("position_embedding_type", "max_position_embeddings"),
+    "decoder.layers": ("num_layers",),
+    "mtp_block.layers": ("mtp_num_layers",),
+    "decoder.layers.self_attention.linear_qkv.layer_norm_weight": ("normalization", "apply_layernorm_1p"),
+    "decoder.layers.self_attention.linear_qkv.weight": (
+        *("num_attention_heads", "num_query_groups", "kv_channels", "rotary_interleaved", "attention_output_gate"),
+    ),
+    "decoder.layers.self_attention.linear_qkv.bias": ("add_qkv_bias", "add_bias_linear"),
+    "decoder.layers.self_attn_bda.norm.weight": ("norm_placement",),
+    "decoder.layers.self_attention.q_layernorm.weight": ("qk_layernorm", "qk_layernorm_type"),
+    "decoder.layers.self_attention.core_attention.softmax_offset": ("softmax_type",),
+    "decoder.layers.self_attention.in_proj.weight": (
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    ),
+    "decoder.layers.mlp.linear_fc1.weight": ("ffn_hidden_size", "swiglu", "geglu", "quick_geglu"),
+    "output_layer.weight": ("untie_embeddings_and_output_weights",),
 }
-"""Architecture key that determines the shape or meaning of saved weights -> the first parameter it affects, in model
-order. Keys for a longer context or another kernel (rotary_base, transformer_impl) may differ."""
+"""Parameter, in model order -> the architecture keys that determine the shape or meaning of saved weights and affect
+it first. Keys for a longer context or another kernel (rotary_base, transformer_impl) may differ."""
 
 
 def find_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -182,7 +170,7 @@ def compare_models(saved_resolved: Mapping[str, Any], config: RunConfig) -> None
             parameter that it affects.
     """
     section, saved = SECTION_PATHS["arch"], section_of(saved_resolved, "arch")
-    for key, parameter in _FIRST_PARAMETER.items():
+    for parameter, key in ((parameter, key) for parameter, keys in _KEYS_OF_PARAMETERS.items() for key in keys):
         before, now = saved.get(key), getattr(config.arch, key)
         if before is None or now is None or before == now:
             continue  # null is resolved later; a difference then shows in the tensor shapes, which the ranks compare

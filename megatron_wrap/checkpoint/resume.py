@@ -37,7 +37,7 @@ _MAX_FAILED_SAVES = 3
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. All methods but `ended`, `finish_alone` and `close` are collective over all ranks.
+    """The checkpoints of one run. All methods but `ended` and `close` are collective over all ranks.
 
     Args:
         state: of the run, with its model built.
@@ -233,7 +233,9 @@ class RunCheckpoints:
             self._start_uploads()
             self._make_room()
             self._save_reference(folder)
-            background, uploads = self._background_saves(), self._uploads
+            if self._background is None and state.config.checkpoint.async_save:
+                self._background = BackgroundSaves(state.platform.device, self._save_succeeded)
+            background, uploads = self._background, self._uploads
             if state.config.remote_save is None:
                 follow_up = self._prune_references(folder, keep)
             else:  # what is uploaded is removed after its upload
@@ -293,11 +295,6 @@ class RunCheckpoints:
             self._uploads.close()
             self._uploads = None
 
-    def _background_saves(self) -> BackgroundSaves | None:
-        if self._background is None and self._state.config.checkpoint.async_save:
-            self._background = BackgroundSaves(self._state.platform.device, self._save_succeeded)
-        return self._background
-
     def _save_succeeded(self) -> None:
         self._failed_saves = 0
 
@@ -347,13 +344,8 @@ class RunCheckpoints:
             with doing(SAVE):
                 self._background.wait()
 
-    def finish_alone(self) -> None:
-        """`wait` of a rank that ends because of an error; no communication."""
-        if self._background is not None:
-            self._background.finish_alone()
-
     def close(self) -> None:
-        """`finish_alone`, and end the process that writes asynchronous saves, and wait for uploads."""
+        """End an asynchronous save without communication and the process that writes it, and wait for uploads."""
         if self._background is not None:
             self._background.close()
             self._background = None
@@ -390,7 +382,8 @@ class RunCheckpoints:
         Args:
             how: it ended, the first words: "interrupted".
         """
-        self.finish_alone()
+        if self._background is not None:
+            self._background.finish_alone()
         config, iteration = self._state.config, self._state.progress.iteration
         ended = f"{how} after iteration {iteration} of {derived.train_iters(config)}"
         if config.train.save is None:
@@ -414,8 +407,7 @@ class RunCheckpoints:
         store, iteration = CheckpointStore(self._folder()), self._state.progress.iteration
         background = self._background
 
-        def record() -> None:
-            store.record_best(iteration)
+        record = partial(store.record_best, iteration)
 
         def record_when_published() -> None:
             if background is None or not background.after_publication(store.folder_of(iteration), record):

@@ -165,8 +165,7 @@ def publish(
     """
     message = cannot_write(store.folder, "{}")
     with _hidden_folder(state, store, iteration, message) as partial:
-        content_metadata = dict(content.CONTENT_METADATA)
-        hashes = write(sharded_state(), partial, state.parallel.dp_cp.group, content_metadata)
+        hashes = write(sharded_state(), partial, state.parallel.dp_cp.group)
         on_rank_0(lambda: _commit(store, partial, iteration, _describe(state, partial), hashes), message, FAILURES)
 
 
@@ -176,9 +175,7 @@ def _publish_later(
     """As `publish`, but the files are written and the folder is renamed after the return, then `after` is called."""
     message = cannot_write(store.folder, "{}")
     with _hidden_folder(state, store, iteration, message) as partial:
-        content_metadata = dict(content.CONTENT_METADATA)
-        group = state.parallel.dp_cp.group
-        planned = plan(_full_state(state), partial, group, content_metadata, background.copy)
+        planned = plan(_full_state(state), partial, state.parallel.dp_cp.group, background.copy)
         facts = on_rank_0(lambda: _describe(state, partial), message, FAILURES)
 
     def finish(records: Sequence[Mapping[str, Any]]) -> None:

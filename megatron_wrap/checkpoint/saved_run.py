@@ -23,6 +23,11 @@ class SavedRun:
         """The values of a section of `RunConfig`, such as `arch`."""
         return section_of(self.resolved, name)
 
+    def value(self, name: str) -> Any:
+        """The value of `section.key`; None if an older version did not have it."""
+        section, _, key = name.partition(".")
+        return self.section(section).get(key)
+
     def arch_selection(self) -> dict[str, Any]:
         """The content of `megatron_lm.model.arch` in a run's YAML that selects the saved architecture, with the sizes
         that followed from tokenizer and sequence length."""

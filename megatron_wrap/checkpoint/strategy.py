@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_wrap.checkpoint.content import CONTENT_METADATA
 from megatron_wrap.checkpoint.files.host_copy import HostCopy
 from megatron_wrap.checkpoint.files.store import free_bytes
 from megatron_wrap.checkpoint.files.writing import FileToWrite, Index, write_files
@@ -47,7 +48,7 @@ FAILURES = (*FILE_FAILURES, CheckpointException, CheckpointingException)
 """Exceptions of a failed write or a damaged file. torch's CheckpointException is not a subclass of Exception."""
 
 
-def write(sharded_state: dict[str, Any], folder: Path, group: Any, content: Any) -> dict[str, Any]:
+def write(sharded_state: dict[str, Any], folder: Path, group: Any) -> dict[str, Any]:
     """`dist_checkpointing.save` into an empty folder, the writing shared by the ranks of `group`. Collective over all
     ranks.
 
@@ -60,12 +61,8 @@ def write(sharded_state: dict[str, Any], folder: Path, group: Any, content: Any)
     Raises:
         CheckpointError: on every rank, if any rank could not write.
     """
-    base = _PlanningSave("torch_dist", 1)
-    strategy = _SharedSave(base, group)
+    base, strategy, buckets = _planned(sharded_state, folder, group)
     record: dict[str, Any] = {}
-    with _agreed_save(strategy, folder):
-        buckets = _planned(sharded_state, folder, base, strategy, content)
-    _check_space(folder, buckets)
     with _agreed_save(strategy, folder):
         record = write_files(folder, _files(buckets, lambda tensor: tensor), lambda tensor: tensor.detach().cpu())
         buckets.clear()
@@ -84,18 +81,14 @@ class PlannedSave:
     """Of global rank 0, without communication: writes the metadata, given the records of all ranks' `WriteJob`."""
 
 
-def plan(sharded_state: dict[str, Any], folder: Path, group: Any, content: Any, copy: HostCopy) -> PlannedSave:
+def plan(sharded_state: dict[str, Any], folder: Path, group: Any, copy: HostCopy) -> PlannedSave:
     """As `write`, but the tensors are copied to `copy` instead of written; they may change afterwards. Collective over
     all ranks.
 
     Raises:
         CheckpointError: on every rank, if any rank has too little memory or could not write the common state.
     """
-    base = _PlanningSave("torch_dist", 1)
-    strategy = _SharedSave(base, group)
-    with _agreed_save(strategy, folder):
-        buckets = _planned(sharded_state, folder, base, strategy, content)
-    _check_space(folder, buckets)
+    base, strategy, buckets = _planned(sharded_state, folder, group)
     with _agreed_save(strategy, folder):
         copies = iter(copy.take([tensor for _, _, (_, tensors) in buckets for _, tensor in tensors]))
         files = _files(buckets, lambda _: next(copies))
@@ -103,13 +96,19 @@ def plan(sharded_state: dict[str, Any], folder: Path, group: Any, content: Any, 
     return PlannedSave(files, lambda records: _finish(base, folder, records))
 
 
-def _planned(
-    sharded_state: dict[str, Any], folder: Path, base: _PlanningSave, strategy: Any, content: Any
-) -> list[Any]:
-    """Megatron-Core's buckets of this rank, (path, name, (objects, tensors)); the common state is written."""
-    arguments = versions.save_arguments(async_save=True)
-    dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=content, **arguments)
-    return base.writer.write_buckets or []
+def _planned(sharded_state: dict[str, Any], folder: Path, group: Any) -> tuple[_PlanningSave, _SharedSave, list[Any]]:
+    """The plan, and Megatron-Core's buckets of this rank, (path, name, (objects, tensors)), which fit into the folder;
+    the common state is written."""
+    base = _PlanningSave("torch_dist", 1)
+    strategy = _SharedSave(base, group)
+    buckets: list[Any] = []
+    with _agreed_save(strategy, folder):
+        arguments = versions.save_arguments(async_save=True)
+        metadata = dict(CONTENT_METADATA)
+        dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=metadata, **arguments)
+        buckets += base.writer.write_buckets or []
+    _check_space(folder, buckets)
+    return base, strategy, buckets
 
 
 def _check_space(folder: Path, buckets: Sequence[Any]) -> None:
