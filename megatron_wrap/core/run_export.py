@@ -15,10 +15,8 @@ from megatron_wrap.bridge.export.adapted import layers_with_adapters
 from megatron_wrap.bridge.export.export_format import ExportFormat, export_format
 from megatron_wrap.bridge.export.kept_vision import KeptVision
 from megatron_wrap.bridge.export.model_card import write_model_card
-from megatron_wrap.bridge.export.save_adapter import save_adapter
-from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_pretrained
+from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_adapter, save_pretrained, upload
 from megatron_wrap.bridge.export.training_record import TrainingRecord, training_record
-from megatron_wrap.bridge.export.upload import upload
 from megatron_wrap.bridge.export.weight_stream import WeightStream
 from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config, task_type, tied_copies
 from megatron_wrap.checkpoint.files.store import read_facts

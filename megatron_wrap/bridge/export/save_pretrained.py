@@ -20,16 +20,18 @@ from megatron_wrap.bridge.export.export_format import ExportFormat
 from megatron_wrap.bridge.export.kept_vision import FILE as VISION_FILE
 from megatron_wrap.bridge.export.kept_vision import KeptVision
 from megatron_wrap.bridge.export.weight_stream import WeightStream, WholeTensor, dtype_name
+from megatron_wrap.bridge.loading.adapter_folder import CONFIG as ADAPTER_CONFIG
 from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE
 from megatron_wrap.config.hugging_face import read_generation_config
 from megatron_wrap.errors import CheckpointError, ConfigError
-from megatron_wrap.parallel.agreement import agreed
+from megatron_wrap.parallel.agreement import agreed, on_rank_0
 from megatron_wrap.utils.atomic_write import atomic_file, write_atomically
 from megatron_wrap.utils.progress import WorkProgress
 
 if TYPE_CHECKING:
     from megatron_wrap.parallel.state import ParallelState
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SHARDS = re.compile(r"model(-language)?-\d{5}-of-\d{5}\.safetensors(\.part)?")
@@ -81,6 +83,68 @@ def save_pretrained(
         if parallel.world.rank == 0:
             _finish(target, split, values, tokenizer, original, vision)
     return target
+
+
+def save_adapter(
+    stream: WeightStream,
+    peft_values: dict[str, Any],
+    parallel: ParallelState,
+    folder: str | os.PathLike[str],
+    tokenizer: Any = None,
+    copies: Mapping[str, str] | None = None,
+) -> Path:
+    """Write adapter_model.safetensors and adapter_config.json, on rank 0; the latter last.
+
+    Args:
+        stream: of the factors, under peft's names.
+        peft_values: content of adapter_config.json.
+        folder: on a file system that all ranks share.
+        tokenizer: saved with the adapter; None: no tokenizer.
+        copies: name of a further tensor -> that of the tensor which it is equal to.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 could not write.
+    """
+    target = Path(folder).expanduser()
+    # collective; an adapter is small enough for the memory of rank 0
+    whole: dict[str, Any] = {name: tensor.cpu() if parallel.world.rank == 0 else None for name, tensor in stream}
+    with agreed(f"no adapter could be written to {target}: {{}}"):
+        if parallel.world.rank == 0:
+            from safetensors.torch import save
+
+            whole |= {copy: whole[name].clone() for copy, name in (copies or {}).items()}
+            target.mkdir(parents=True, exist_ok=True)
+            with atomic_file(target / ADAPTER_WEIGHTS) as file:
+                file.write(save(whole, metadata={"format": "pt"}))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(target))
+            _write_json(target / ADAPTER_CONFIG, peft_values)
+    return target
+
+
+def upload(folder: Path, repo_id: str, private: bool | None, commit_message: str) -> str:
+    """Upload a folder to the Hugging Face hub from global rank 0; returns the commit's URL on every rank. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if the upload fails.
+    """
+
+    def push() -> str:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message)
+        except Exception as error:  # the hub, the network and the login raise different exceptions
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise CheckpointError(
+                f"{folder} could not be uploaded to {repo_id}: {reason}; the folder is complete and can be uploaded "
+                "later"
+            ) from error
+        return str(commit.commit_url)
+
+    return on_rank_0(push)
 
 
 def _write_shards(

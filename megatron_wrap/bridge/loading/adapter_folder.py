@@ -63,19 +63,39 @@ _KEYS = (
     *("trainable_token_indices", "ensure_weight_tying"),
 )
 _DECOMPOSED = ("pissa", "olora")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _are_integers(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, list) and all(map(_is_integer, value)))
+
+
+def _are_rows(value: Any) -> bool:
+    lists = [value] if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [None]
+    return all(isinstance(indices, list) and _are_integers(indices) for indices in lists)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, float) or _is_integer(each) for each in value.values())
+
+
 _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "r": ("an integer of at least 1", lambda value: _is_integer(value) and value >= 1),
     "lora_alpha": ("a number", lambda value: _is_integer(value) or isinstance(value, float)),
-    **dict.fromkeys(
-        ("target_modules", "exclude_modules", "layers_pattern"),
-        ("a text or a list of texts", lambda value: _are_texts(value)),
-    ),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), ("a text or a list of texts", _are_texts)),
     "target_parameters": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
     "modules_to_save": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
-    "layers_to_transform": ("an integer or a list of integers", lambda value: _are_integers(value)),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ("a mapping to numbers", lambda value: _are_numbers(value))),
+    "layers_to_transform": ("an integer or a list of integers", _are_integers),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ("a mapping to numbers", _are_numbers)),
     "bias": ("a text", lambda value: isinstance(value, str)),
-    "trainable_token_indices": ("a list of integers, or a mapping to such lists", lambda value: _are_rows(value)),
+    "trainable_token_indices": ("a list of integers, or a mapping to such lists", _are_rows),
     **dict.fromkeys(
         ("use_rslora", "use_dora", "ensure_weight_tying"), ("true or false", lambda value: isinstance(value, bool))
     ),
@@ -106,27 +126,6 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if isinstance(initial, str) and initial.lower().startswith(kind):
             raise CheckpointError(f"{path}: init_lora_weights is {initial} and cannot be loaded: {reason}")
     return values
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-def _are_integers(value: Any) -> bool:
-    return _is_integer(value) or (isinstance(value, list) and all(map(_is_integer, value)))
-
-
-def _are_rows(value: Any) -> bool:
-    lists = [value] if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [None]
-    return all(isinstance(indices, list) and _are_integers(indices) for indices in lists)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, float) or _is_integer(each) for each in value.values())
 
 
 def is_adapter(folder: str | os.PathLike[str]) -> bool:
@@ -198,32 +197,33 @@ def open_adapter(
     for key in _SAME:
         saved = theirs.get(key, ours[key] if key in ("r", "lora_alpha") else type(ours[key])())
         if (saved or None) != (ours[key] or None):
-            raise CheckpointError(
-                f"{folder}: {key} is {saved} there and {ours[key]} here; write megatron_wrap.adapter.{key}={saved}"
-            )
-    if theirs.get("bias", "none") != config.bias:
-        bias = theirs.get("bias", "none")
-        raise CheckpointError(
-            f"{folder}: bias is {bias} there and {config.bias} here; write megatron_wrap.adapter.bias={bias}"
-        )
+            raise _differs(folder, key, saved, ours[key])
+    bias = theirs.get("bias", "none")
+    if bias != config.bias:
+        raise _differs(folder, "bias", bias, config.bias)
     _compare_rows(folder, theirs, config, family, arch)
     targets = tuple(theirs.get("target_parameters") or ())
     chosen = (adapted_experts(family.parameters(arch), replace(config, target_parameters=targets)), layers)
     if len({frozenset(layer.name for layer in of if layer.experts) for of in chosen}) > 1:
-        raise CheckpointError(
-            f"{folder}: target_parameters is [{', '.join(targets)}] there and [{', '.join(config.target_parameters)}] "
-            f"here; write megatron_wrap.adapter.target_parameters=[{', '.join(targets)}]"
-        )
+        raise _differs(folder, "target_parameters", _listed(targets), _listed(config.target_parameters))
     table, theirs_whole = family.parameters(arch), replace(config, modules_to_save=tuple(saved_modules(theirs)))
     if saved_parameters(table, theirs_whole).keys() != saved_parameters(table, config).keys():
-        saved = ", ".join(theirs_whole.modules_to_save)
-        raise CheckpointError(
-            f"{folder}: modules_to_save is [{saved}] there and [{', '.join(config.modules_to_save)}] here; write "
-            f"megatron_wrap.adapter.modules_to_save=[{saved}]"
-        )
+        saved, here = _listed(theirs_whole.modules_to_save), _listed(config.modules_to_save)
+        raise _differs(folder, "modules_to_save", saved, here)
     files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers, config, converted=False))
     files.check(arch)
     return files
+
+
+def _differs(folder: str | os.PathLike[str], key: str, saved: Any, here: Any) -> CheckpointError:
+    """The error about an option that is another one in the folder."""
+    return CheckpointError(
+        f"{folder}: {key} is {saved} there and {here} here; write megatron_wrap.adapter.{key}={saved}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"[{', '.join(names)}]"
 
 
 def _compare_rows(
@@ -233,11 +233,8 @@ def _compare_rows(
     table, saved = family.parameters(arch), theirs.get("trainable_token_indices") or ()
     wanted = tuple(saved) if isinstance(saved, list) else saved
     if trained_rows(table, replace(config, trainable_token_indices=wanted)) != trained_rows(table, config):
-        text = inline_yaml(saved or [])
-        raise CheckpointError(
-            f"{folder}: trainable_token_indices is {text} there and {inline_yaml(as_in_peft(config) or [])} here; "
-            f"write megatron_wrap.adapter.trainable_token_indices={text}"
-        )
+        here = inline_yaml(as_in_peft(config) or [])
+        raise _differs(folder, "trainable_token_indices", inline_yaml(saved or []), here)
 
 
 def _compare_initial(folder: str | os.PathLike[str], theirs: Any, config: AdapterConfig) -> None:

@@ -13,7 +13,7 @@ from megatron_wrap.bridge.mapping.expert_factors import EXPERTS, expert_factors
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run, replicated
-from megatron_wrap.bridge.mapping.token_rows import EMBEDDING, as_in_peft, row_factors, trained_rows
+from megatron_wrap.bridge.mapping.token_rows import EMBEDDING, as_in_peft, no_match, row_factors, trained_rows
 from megatron_wrap.bridge.mapping.value_model import HEAD, SCORE, has_scalar_head
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.errors import ConfigError, did_you_mean
@@ -170,10 +170,11 @@ def _after(mapping: WeightMapping, dim: int, start: int) -> WeightMapping:
     """The mapping to the part of the same tensors that begins at index `start` of dimension `dim`."""
     if mapping.along != dim:
         return replace(mapping, other_start=start)
-    parts = tuple(
-        tuple(replace(run, start=run.start + start, stop=run.stop + start) for run in part) for part in mapping.parts
-    )
-    return replace(mapping, parts=parts)
+    return _with_runs(mapping, lambda run: replace(run, start=run.start + start, stop=run.stop + start))
+
+
+def _with_runs(mapping: WeightMapping, changed: Callable[[Run], Run]) -> WeightMapping:
+    return replace(mapping, parts=tuple(tuple(map(changed, part)) for part in mapping.parts))
 
 
 def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) -> list[AdaptedLayer]:
@@ -239,10 +240,7 @@ def adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -
         if not any(_is_named(name, (entry,)) for name in [*stacks, *weights]):
             endings = sorted({f"mlp.experts.{name.rpartition('.')[2]}" for name in stacks})
             endings += sorted({".".join(name.split(".")[-3:]) for name in weights})
-            raise ConfigError(
-                f"megatron_wrap.adapter.target_parameters: {entry} matches no weight of the model"
-                f"{did_you_mean(entry, endings)}; possible are {', '.join(endings)}"
-            )
+            raise no_match("megatron_wrap.adapter.target_parameters", entry, "weight of the model", endings)
     chosen = [name for name in stacks if _is_named(name, config.target_parameters)]
     layers = []
     for name in chosen:
@@ -357,10 +355,7 @@ def _refuse_unsupported(table: Mapping[str, WeightMapping], config: AdapterConfi
             )
         if not matched:
             endings = sorted({name.rpartition(".")[2] for name in possible - tied})
-            raise ConfigError(
-                f"{key}: {entry} matches no module of the model{did_you_mean(entry, endings)}; possible are "
-                f"{', '.join(endings)}"
-            )
+            raise no_match(key, entry, "module of the model", endings)
         if not matched <= possible:
             raise ConfigError(
                 f"{key}: {entry} matches {min(matched - possible)}; only embeddings, the output layer and norms can be "
@@ -461,13 +456,11 @@ def _of_twice_the_rank(config: AdapterConfig) -> AdapterConfig:
 def _renamed(mapping: WeightMapping, adapted: Container[str] = ()) -> WeightMapping:
     """The mapping to the tensors of peft's file, where adapted modules are wrapped."""
 
-    def renamed(name: str) -> str:
-        owner, _, kind = name.rpartition(".")
-        return f"{PEFT_PREFIX}{owner}{'.base_layer' if owner in adapted else ''}.{kind}"
+    def renamed(run: Run) -> Run:
+        owner, _, kind = run.name.rpartition(".")
+        return replace(run, name=f"{PEFT_PREFIX}{owner}{'.base_layer' if owner in adapted else ''}.{kind}")
 
-    return replace(
-        mapping, parts=tuple(tuple(replace(run, name=renamed(run.name)) for run in part) for part in mapping.parts)
-    )
+    return _with_runs(mapping, renamed)
 
 
 def _module_names(mapping: WeightMapping) -> list[str]:

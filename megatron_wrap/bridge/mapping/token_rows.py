@@ -3,7 +3,7 @@ peft's files that they are. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
@@ -47,12 +47,15 @@ def trained_rows(table: Mapping[str, WeightMapping], config: AdapterConfig) -> d
         matched = [name for name, module in modules.items() if module.endswith(entry)]
         if len(matched) != 1:
             endings = sorted(module.rpartition(".")[2] for module in modules.values())
-            raise ConfigError(
-                f"{_KEY}: {entry} matches no module with rows of tokens{did_you_mean(entry, endings)}; possible are "
-                f"{', '.join(endings)}"
-            )
+            raise no_match(_KEY, entry, "module with rows of tokens", endings)
         rows[matched[0]] = _checked(entry, indices)
     return rows
+
+
+def no_match(key: str, entry: str, wanted: str, possible: Sequence[str]) -> ConfigError:
+    """The error about an entry of a key that matches nothing of the wanted kind."""
+    listed = ", ".join(possible)
+    return ConfigError(f"{key}: {entry} matches no {wanted}{did_you_mean(entry, possible)}; possible are {listed}")
 
 
 def refuse_unknown_tokens(rows: Mapping[str, tuple[int, ...]], vocab_size: int) -> None:
