@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel, PredictionLayers
 from megatron_wrap.model.request import ModelRequest
+from megatron_wrap.nn.core_attention import TorchCoreAttention
+from megatron_wrap.nn.experts.router import Router
 from megatron_wrap.nn.kernels.available import has_triton
+from megatron_wrap.nn.latent_attention import LatentAttention, LocalLatentAttention
+from megatron_wrap.nn.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron_wrap.nn.norm import NormBeforeAdd, norm_class
+from megatron_wrap.nn.self_attention import DecoderSelfAttention, FusedSelfAttention
 from megatron_wrap.ops.deferred_logits import is_deferred
 from megatron_wrap.plan.context_exchange import can_use_attention_of_transformer_engine
-
-if TYPE_CHECKING:
-    from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel, PredictionLayers
+from megatron_wrap.platform.megatron_core import versions
 
 
 def gpt_model_provider(request: ModelRequest) -> BatchFirstGPTModel:
@@ -23,8 +32,6 @@ def gpt_model_provider(request: ModelRequest) -> BatchFirstGPTModel:
 
     Logits are [B, S/cp, V/tp]; vocabulary padding is masked to probability 0.
     """
-    from megatron_wrap.model.gpt_model import BatchFirstGPTModel
-
     tied = not request.config.arch.untie_embeddings_and_output_weights
     model = BatchFirstGPTModel(
         **_gpt_arguments(request),
@@ -43,8 +50,6 @@ def gpt_value_model_provider(request: ModelRequest) -> GPTValueModel:
     The output is [B, S/cp, 1], equal on all tensor-parallel ranks: a linear function without bias of the last hidden
     state, as in transformers' models for sequence classification. It is not tied to the embedding.
     """
-    from megatron_wrap.model.gpt_model import GPTValueModel
-
     return GPTValueModel(**_gpt_arguments(request))
 
 
@@ -76,9 +81,6 @@ def _gpt_arguments(request: ModelRequest) -> dict[str, Any]:
 def _block_spec(request: ModelRequest) -> Any:
     """The spec of this chunk's layers; whether a layer is dense or MoE, and whether its attention is linear, depends on
     its global layer number."""
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
     config = request.transformer_config
     layers = get_num_layers_to_build(config, vp_stage=request.virtual_stage)
     first = get_transformer_layer_offset(config, vp_stage=request.virtual_stage)
@@ -94,8 +96,6 @@ def _block_spec(request: ModelRequest) -> Any:
 
 def _prediction_layers(request: ModelRequest) -> PredictionLayers | None:
     """The layers for multi-token prediction, each of the kind of the decoder's last layer."""
-    from megatron_wrap.model.gpt_model import PredictionLayers
-
     arch = request.config.arch
     if arch.mtp_num_layers is None:
         return None
@@ -105,11 +105,6 @@ def _prediction_layers(request: ModelRequest) -> PredictionLayers | None:
 
 
 def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from megatron_wrap.nn.core_attention import TorchCoreAttention
-    from megatron_wrap.platform.megatron_core import versions
-
     arch = request.config.arch
     arguments: dict[str, Any] = {"qk_layernorm": request.transformer_config.qk_layernorm, "num_experts": None}
     if arch.multi_latent_attention:
@@ -126,8 +121,9 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     separate_norms = not request.transformer_engine or request.config.adapter.adapter_type != "none"
     separate_norms = separate_norms or arch.norm_placement == "after"  # linear layers without a norm
     if separate_norms:
+        kind = arch.normalization
         layer = versions.local_layer_spec(
-            norm=_torch_norm(arch), core_attention=core_attention, normalization=arch.normalization, **arguments
+            norm=norm_class(kind), core_attention=core_attention, normalization=kind, **arguments
         )
         if request.transformer_engine:
             # hooks of a linear layer see its normalized input
@@ -143,8 +139,6 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     _choose_attention(layer, request, separate_norms)
     _place_norms(layer, request)
     if with_experts:
-        from megatron_wrap.nn.experts.router import Router
-
         router = partial(Router, group_score_experts=arch.moe_router_group_score_experts)
         versions.expert_submodules(layer).router = router
         if request.experts_impl == "grouped_mm":
@@ -156,18 +150,8 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     return layer
 
 
-def _splits_otherwise(arch: ArchConfig) -> bool:
-    """Whether queries and keys are more than split and rotated: `FusedSelfAttention` does both at once."""
-    return arch.qk_layernorm or arch.attention_output_gate
-
-
 def _use_linear_attention(layer: Any, norm: Any, transformer_engine: bool) -> None:
     """Build the attention of a layer spec as `GatedDeltaNet`, after a norm that is a module of its own."""
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from megatron_wrap.nn.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron_wrap.platform.megatron_core import versions
-
     linear_layers = GatedDeltaNetSubmodules(*versions.linear_layers(transformer_engine))
     versions.use_attention(layer, ModuleSpec(module=GatedDeltaNet, submodules=linear_layers), norm)
 
@@ -187,29 +171,19 @@ def _choose_attention(layer: Any, request: ModelRequest, separate_norms: bool) -
     arch, attention = request.config.arch, layer.submodules.self_attention
     per_layer_norms = arch.qk_layernorm and arch.qk_layernorm_type == "per_layer"
     by_window = arch.window_rotary_base is not None
+    are_only_rotated = not (arch.qk_layernorm or arch.attention_output_gate)  # queries and keys, after their split
     if arch.multi_latent_attention:
-        from megatron_wrap.nn.latent_attention import LatentAttention, LocalLatentAttention
-
         attention.module = LocalLatentAttention if separate_norms else LatentAttention
         attention.params["latent_norm_epsilon"] = arch.latent_norm_epsilon
     elif per_layer_norms or by_window:
-        from megatron_wrap.nn.self_attention import DecoderSelfAttention
-
         attention.module = DecoderSelfAttention
         attention.params.update(per_layer_norms=per_layer_norms, by_window=by_window)
-    elif request.transformer_config.apply_rope_fusion and has_triton() and not _splits_otherwise(arch):
-        from megatron_wrap.nn.self_attention import FusedSelfAttention
-
+    elif request.transformer_config.apply_rope_fusion and has_triton() and are_only_rotated:
         attention.module = FusedSelfAttention
 
 
 def _place_norms(layer: Any, request: ModelRequest) -> None:
     """Change the spec of a layer with norms before attention and MLP as `norm_placement` defines it."""
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from megatron_wrap.nn.norm import NormBeforeAdd
-
     placement, parts = request.config.arch.norm_placement, layer.submodules
     if placement == "before":
         return
@@ -226,13 +200,7 @@ def _norm(request: ModelRequest) -> Any:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TENorm
-    return _torch_norm(request.config.arch)
-
-
-def _torch_norm(arch: ArchConfig) -> Any:
-    from megatron_wrap.nn.norm import norm_class
-
-    return norm_class(arch.normalization)
+    return norm_class(request.config.arch.normalization)
 
 
 def _mask_padded_vocabulary(model: BatchFirstGPTModel, request: ModelRequest) -> None:

@@ -143,6 +143,32 @@ def _with_global_experts(name: str, layer: torch.nn.Module) -> Iterator[tuple[st
         yield name, None
 
 
+_MODULE_OF_LAYER = re.compile(r"(decoder\.layers\.\d+|mtp_block\.layers\.\d+\.transformer_layer)(\..*)?")
+_MODULE_OF_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)(.*)")
+
+
+def global_module_names(chunk: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """Module -> name in the whole model, for the chunk and all modules in it: global numbers of layers and of experts
+    (`decoder.layers.7.mlp.experts.5.linear_fc1`), as in `global_names`. The chunk itself is `the model`."""
+    layers = named_layers(chunk) if hasattr(chunk, "decoder") else {}
+    names: dict[torch.nn.Module, str] = {}
+    for name, module in chunk.named_modules():
+        match = _MODULE_OF_LAYER.fullmatch(name)
+        if match:
+            prefix, layer = layers[match[1]]
+            name = prefix + _of_global_expert(match[2] or "", layer)
+        names[module] = name or "the model"
+    return names
+
+
+def _of_global_expert(name: str, layer: torch.nn.Module) -> str:
+    match = _MODULE_OF_EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    numbers: list[int] = getattr(layer.mlp, "local_expert_indices", [])
+    return f".mlp.experts.{numbers[int(match[1])]}{match[2]}"
+
+
 def is_expert(name: str) -> bool:
     """Whether a parameter belongs to a routed expert, which expert parallelism distributes."""
     return ".mlp.experts." in name

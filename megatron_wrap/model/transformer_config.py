@@ -103,7 +103,8 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
         "sequence_parallel": derived.sequence_parallel(config.parallel),
         "tp_comm_overlap": _hides_communication(config, training, transformer_engine),
         **({} if exchange is None else {"cp_comm_type": exchange.value}),
-        **_uneven_stages(config),
+        "num_layers_in_first_pipeline_stage": config.parallel.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": config.parallel.decoder_last_pipeline_num_layers,
         **same_named(config.recompute, config_class),
         **same_named(config.dtype, config_class),
         "params_dtype": parameter_dtype(config),
@@ -138,13 +139,6 @@ def _hides_communication(config: RunConfig, training: bool, transformer_engine: 
     """`tp_comm_overlap` where it has an effect; user buffers belong to the trained model."""
     parallel = config.parallel
     return parallel.tp_comm_overlap and parallel.tensor_model_parallel_size > 1 and (training or not transformer_engine)
-
-
-def _uneven_stages(config: RunConfig) -> dict[str, Any]:
-    return {
-        "num_layers_in_first_pipeline_stage": config.parallel.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": config.parallel.decoder_last_pipeline_num_layers,
-    }
 
 
 def _config_class(arch: ArchConfig) -> type[TransformerConfig]:

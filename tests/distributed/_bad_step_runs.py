@@ -52,8 +52,7 @@ def injected(wrap: Any, kind: str) -> Iterator[None]:
     MARK. backward: the same of its backward pass. weight: one value of PARAMETER. once: as activation, the first time
     only."""
     from megatron_wrap.model.chunks import bare_model
-    from megatron_wrap.model.initial_weights import global_names
-    from megatron_wrap.model.module_names import global_module_names
+    from megatron_wrap.model.initial_weights import global_module_names, global_names
 
     kind, _, text = kind.partition(" ")
     handles, marked, left, value = [], [False], [1 if kind == "once" else 10**6], float(text or "nan")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.passes.loss import ModelOutput
 from megatron_wrap.model.chunks import bare_model
-from megatron_wrap.model.initial_weights import global_names
-from megatron_wrap.model.module_names import global_module_names
+from megatron_wrap.model.initial_weights import global_module_names, global_names
 from megatron_wrap.ops.deferred_logits import DeferredLogits, chunks_of
 
 _FORWARD, _LOSS, _BACKWARD, _WEIGHTS = range(4)

@@ -95,6 +95,7 @@ def build_training_state(
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     optimizer = build_optimizer(config, model_config, chunks, parallel) if training else None
     shape = model_shape(config, vocab_size)
+    multiple = model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
     stragglers = _stragglers(config, parallel, platform.device) if training else None
     return TrainingState(
         config=config,
@@ -108,7 +109,7 @@ def build_training_state(
         prepare_sample=prepare_sample,
         calculate_loss=flow.calculate_loss,
         shape=shape,
-        micro_batching=micro_batching_of(config, parallel, shape, _group_size(model_config, parallel)),
+        micro_batching=micro_batching_of(config, parallel, shape, multiple),
         localization=_localization(config, parallel, platform.device, model_config, training),
         pipeline_schedule=_pipeline_schedule(config, parallel, model_config, flow, chunks, stragglers),
         stragglers=stragglers,
@@ -130,12 +131,16 @@ def _pipeline_schedule(
     chunks: list[Any],
     stragglers: Stragglers | None,
 ) -> PipelineSchedule:
+    spread = config.arch.num_experts is not None and config.parallel.expert_model_parallel_size > 1
+    shape, sequence_parallel = flow.context.routing, model_config.sequence_parallel
     return PipelineSchedule(
         parallel=parallel,
-        sequence_parallel=model_config.sequence_parallel,
+        sequence_parallel=sequence_parallel,
         half_precision=config.dtype.bf16 or config.dtype.fp16,
-        equal_tokens=_needs_equal_tokens(config),
-        routing=_routing_replay(flow, parallel, chunks, model_config.sequence_parallel),
+        # Megatron-Core's all-gather of tokens takes equal numbers on all processes
+        # (transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher)
+        equal_tokens=spread and config.arch.moe_token_dispatcher_type == "allgather",
+        routing=None if shape is None else RoutingReplay(shape, chunks, parallel, sequence_parallel),
         clock=None if stragglers is None else stragglers.clock,
     )
 
@@ -145,20 +150,6 @@ def _stragglers(config: RunConfig, parallel: ParallelState, device: torch.device
     if interval is None or parallel.world.size == 1:
         return None
     return Stragglers(parallel, device, interval, config.logger.straggler_factor)
-
-
-def _needs_equal_tokens(config: RunConfig) -> bool:
-    """Megatron-Core's all-gather of tokens takes equal numbers on all processes (transformer/moe/token_dispatcher.py,
-    MoEAllGatherTokenDispatcher)."""
-    spread = config.arch.num_experts is not None and config.parallel.expert_model_parallel_size > 1
-    return spread and config.arch.moe_token_dispatcher_type == "allgather"
-
-
-def _routing_replay(
-    flow: MegatronWrapTrainingFlowBase, parallel: ParallelState, chunks: list[Any], sequence_parallel: bool
-) -> RoutingReplay | None:
-    shape = flow.context.routing
-    return None if shape is None else RoutingReplay(shape, chunks, parallel, sequence_parallel)
 
 
 def _localization(
@@ -194,11 +185,6 @@ def _first_samples(
             if not skip_bad:
                 raise
     return prepared
-
-
-def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int:
-    """The number of a replica's micro-batches must be a multiple of it."""
-    return model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
 
 
 def seed_everything(seed: int, parallel: ParallelState, in_graphs: bool = False) -> None:
