@@ -41,26 +41,11 @@ __all__ = [
 ]
 
 # A module must not have the name of a function: importing it would overwrite the function in this namespace.
-_MODULES = {
-    "TokenTerms": "token_values",
-    "TopK": "ranking",
-    "entropy": "entropies",
-    "gather_log_probs": "token_values",
-    "gather_logits": "token_values",
-    "kl_divergence": "divergence",
-    "log_probs_and_entropy": "log_probs",
-    "log_probs_and_logsumexp": "token_values",
-    "logsumexp": "token_values",
-    "mean_log_probs": "token_values",
-    "token_log_probs": "log_probs",
-    "token_terms": "token_values",
-    "top_k": "ranking",
-    "top_k_log_probs": "token_values",
-    "vocabulary_max": "log_probs",
-}
+_MODULES = ("divergence", "entropies", "log_probs", "ranking", "token_values")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))

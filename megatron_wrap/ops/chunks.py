@@ -175,13 +175,13 @@ class _InChunks(torch.autograd.Function):
             of_hidden, known = early
             upstream, as_expected = _difference(upstream[0], known)
             if as_expected:
-                weight_gradients = _returned(call, needed, [call.projections[0].gradient_buffer])
+                weight_gradients = _returned(call, [call.projections[0].gradient_buffer() if needed[count] else None])
                 shaped = None if of_hidden is None else of_hidden.view(tensors[0].shape)
                 return None, shaped, *weight_gradients, *(None for _ in tensors[2:])
         gradients, buffers = _recomputed(call, tensors, upstream, needed)
         if early is not None and early[0] is not None:
             gradients[0] = early[0].view(tensors[0].shape).add_(gradients[0])
-        weight_gradients = _returned(call, needed, [functools.partial(_same, buffer) for buffer in buffers])
+        weight_gradients = _returned(call, buffers)
         return None, *gradients[:count], *weight_gradients, *gradients[count:]
 
 
@@ -266,16 +266,10 @@ def _recomputed(
     return [None if g is None else g.view(shape) for g, shape in zip(gradients, shapes, strict=True)], buffers
 
 
-def _returned(call: _Call, needed: Sequence[bool], buffers: Sequence[Callable[[], Tensor]]) -> list[Tensor | None]:
-    count = len(call.projections)
-    return [
-        projection.returned_gradient(buffer()) if need else None
-        for projection, need, buffer in zip(call.projections, needed[count : 2 * count], buffers, strict=True)
-    ]
-
-
-def _same(buffer: Any) -> Any:
-    return buffer
+def _returned(call: _Call, buffers: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What the backward pass returns for each projection's weight, whose gradient is in its buffer."""
+    pairs = zip(call.projections, buffers, strict=True)
+    return [None if buffer is None else projection.returned_gradient(buffer) for projection, buffer in pairs]
 
 
 def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
