@@ -17,10 +17,9 @@ from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics
 from megatron_wrap.engine.passes.parameters import parameter_square_sum
 from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
 from megatron_wrap.engine.setup.memory_advice import memory_advised
-from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
+from megatron_wrap.engine.state.open_step import OpenStep, StepWeights, Update
 from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import StepReport, TrainingState
-from megatron_wrap.engine.state.update import Update
 from megatron_wrap.engine.step_inputs import loss_micro_batches, normalized_loss, replica_micro_batches
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.metrics.metric import MetricSums

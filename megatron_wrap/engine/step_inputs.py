@@ -79,11 +79,15 @@ def local_groups(
 ) -> tuple[list[list[MicroBatch]], dict[str, Tensor]]:
     """The micro-batches of `loss_micro_batches` before they get the statistics of the whole step, and these. Arguments
     as there. Collective."""
-    runs = equal_runs if equal_rows else _one_run
-    groups = [localized(state, run) for run in runs(state, micro_batches.training)]
+
+    def runs(of_replica: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+        one_run = [of_replica] if of_replica else []
+        return [localized(state, run) for run in (equal_runs(state, of_replica) if equal_rows else one_run)]
+
+    groups = runs(micro_batches.training)
     if state.flow.step_values_from is None:
         return groups, {}
-    sources = [localized(state, run) for run in runs(state, micro_batches.statistics)] or groups
+    sources = runs(micro_batches.statistics) or groups
     return groups, step_statistics(state, micro_batches.training, sources, num_samples)
 
 
@@ -149,8 +153,3 @@ def equal_runs(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> Ite
         run = list(same_size)
         run += [replace(run[-1], counted=False)] * (-len(run) % multiple)
         yield run
-
-
-def _one_run(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> Iterator[Sequence[MicroBatch]]:
-    if micro_batches:
-        yield micro_batches

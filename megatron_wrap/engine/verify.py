@@ -23,7 +23,7 @@ from megatron_wrap.bridge.loading.hf_path import starting_weights
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.engine.logits import sequence_logits
+from megatron_wrap.engine.scoring import sequence_logits
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model

@@ -56,8 +56,8 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = ST
     import torch
 
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.logits import sequence_logits
-    from megatron_wrap.nn.adapters.lora import adapters_off
+    from megatron_wrap.engine.scoring import sequence_logits
+    from megatron_wrap.nn.adapters.lora import only_adapter
 
     settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}")
     batches = samples(STEPS * BATCH)
@@ -66,7 +66,7 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = ST
         wrap.setup_model_and_optimizer()
         frozen = [(p, p.detach().clone()) for c in wrap.state.chunks for p in c.parameters() if not p.requires_grad]
         initial = factors_of(wrap)
-        with adapters_off(wrap.state.chunks):
+        with only_adapter(wrap.state.chunks, None):
             before = sequence_logits(wrap.state, bridge.token_ids())
         steps = []
         for step in range(count):
@@ -74,7 +74,7 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = ST
             steps.append((metrics["loss"], metrics["grad_norm"]))
         factors = factors_of(wrap)
         logits = sequence_logits(wrap.state, bridge.token_ids())
-        with adapters_off(wrap.state.chunks):
+        with only_adapter(wrap.state.chunks, None):
             base = sequence_logits(wrap.state, bridge.token_ids())
         unchanged = bool(frozen) and all(torch.equal(parameter, before) for parameter, before in frozen)
         unchanged &= all(map(torch.equal, before, base))
@@ -91,8 +91,8 @@ def train_without_a_folder(overrides: tuple[str, ...], outputs: str) -> tuple[fl
     import torch
 
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.logits import sequence_logits
-    from megatron_wrap.nn.adapters.lora import adapters_off
+    from megatron_wrap.engine.scoring import sequence_logits
+    from megatron_wrap.nn.adapters.lora import only_adapter
 
     config = Path(__file__).parents[2] / "scripts" / "benchmark" / "overhead.yaml"
     settings = [
@@ -108,7 +108,7 @@ def train_without_a_folder(overrides: tuple[str, ...], outputs: str) -> tuple[fl
         chunks = wrap.state.chunks
         frozen = [(p, p.detach().clone()) for c in chunks for p in c.parameters() if not p.requires_grad]
         logits = stack(sequence_logits(wrap.state, bridge.token_ids()))
-        with adapters_off(chunks):
+        with only_adapter(chunks, None):
             base = stack(sequence_logits(wrap.state, bridge.token_ids()))
         losses = [wrap.train(samples(BATCH))["loss"] for _ in range(20)]
         unchanged = bool(frozen) and all(torch.equal(parameter, before) for parameter, before in frozen)
@@ -203,7 +203,7 @@ def gradients(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
 def load(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     """Factors and logits [2, 64, V] of a model, or of peft's folder, that is not trained."""
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.engine.scoring import sequence_logits
 
     settings = (*SETTINGS[1:], *overrides, f"megatron_wrap.logger.output_dir={outputs}")
     with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
@@ -382,7 +382,7 @@ def with_named_adapters(folder: str, others: dict[str, str], overrides: tuple[st
     from megatron.core import dist_checkpointing
 
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.engine.scoring import sequence_logits
     from megatron_wrap.errors import TrainingError
 
     settings = (
@@ -444,7 +444,7 @@ def grow_and_export(folder: str, new: list[str], overrides: tuple[str, ...], out
 def grow_and_train(folder: str, new: list[str], overrides: tuple[str, ...], outputs: str) -> Any:
     """Logits [2, 64, V] after two steps on samples with new tokens, and those of a run that resumes from them."""
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.engine.scoring import sequence_logits
 
     settings = (*_growing(folder, new, overrides, outputs), f"megatron_lm.train.common.save={outputs}/checkpoints")
     batches = samples(2 * BATCH)

@@ -597,7 +597,7 @@ def logits_and_export(
     import numpy
 
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.engine.scoring import sequence_logits
 
     outputs = f"megatron_wrap.logger.output_dir={export_to}-outputs"
     with MegatronWrap.from_pretrained(folder, CONFIG, [*overrides, outputs]) as wrap:
@@ -618,7 +618,7 @@ def train_beside_vision(folder: str, overrides: tuple[str, ...], outputs: str) -
     import numpy
 
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.engine.scoring import sequence_logits
 
     tokens = token_ids(8, 40)
     samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in tokens]

@@ -165,7 +165,7 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
     import torch
 
     from megatron_wrap.engine.generation.cached_model import CachedModel
-    from megatron_wrap.engine.logits import sequence_logits
+    from megatron_wrap.engine.scoring import sequence_logits
     from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
     from megatron_wrap.platform.megatron_core.generation import whole_sequences
 

@@ -14,7 +14,7 @@ from _started import started
 def train_scores(overrides: Sequence[str], samples: Sequence[Any], single: Sequence[Any], outputs: str) -> Any:
     """Metrics of each step on the samples, factors and head before and after them, and the scores of single sequences
     with and without the adapter; writes the folders adapter and merged."""
-    from megatron_wrap.nn.adapters.lora import adapters_off
+    from megatron_wrap.nn.adapters.lora import only_adapter
 
     with started(CONFIG, list(overrides)) as wrap:
         initial, steps = factors_of(wrap), []
@@ -23,7 +23,7 @@ def train_scores(overrides: Sequence[str], samples: Sequence[Any], single: Seque
             steps.append(dict(wrap.train(samples[start : start + BATCH])))
         trained = factors_of(wrap)
         scores = [float(output["score"]) for output in wrap.forward(single)]
-        with adapters_off(wrap.state.chunks):
+        with only_adapter(wrap.state.chunks, None):
             base = [float(output["score"]) for output in wrap.forward(single)]
         wrap.save_pretrained(f"{outputs}/adapter")
         wrap.save_pretrained(f"{outputs}/merged", merge=True)
@@ -55,13 +55,13 @@ def train_until(overrides: Sequence[str], samples: Sequence[Any], stop: int) -> 
 def base_logits(folder: str, overrides: Sequence[str], save: str) -> Any:
     """Logits [2, 64, V] without the adapter of a run that resumes from the last checkpoint in `save`."""
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.logits import sequence_logits
-    from megatron_wrap.nn.adapters.lora import adapters_off
+    from megatron_wrap.engine.scoring import sequence_logits
+    from megatron_wrap.nn.adapters.lora import only_adapter
 
     settings = (*SETTINGS, *overrides, f"megatron_lm.train.common.save={save}")
     with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         assert wrap.iteration > 0
-        with adapters_off(wrap.state.chunks):
+        with only_adapter(wrap.state.chunks, None):
             return stack(sequence_logits(wrap.state, bridge.token_ids()))

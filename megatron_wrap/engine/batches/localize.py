@@ -65,12 +65,10 @@ class Localization:
         if self.noise_alpha is None:
             return local
         cp, width = self.parallel.cp, local.padded_width
-        segments, rows, columns = _sequences(whole, width)
-        lengths = torch.zeros(len(segments) if whole.segments else whole.num_rows, dtype=torch.long)
-        lengths[: len(whole.lengths)] = whole.lengths
+        rows, columns, lengths = _tokens(whole, width)
         ids = context.pad_to(whole.model_inputs["input_ids"], 1, width, 0)
         noise = EmbeddingNoise.of(ids, rows, columns, lengths, self.noise_alpha, self.hidden_size)
-        noise = noise.select(context.packed_positions(segments, cp.size, cp.rank))
+        noise = noise.select(context.packed_positions(_segments(whole, width), cp.size, cp.rank))
         return replace(local, model_inputs={**local.model_inputs, NOISE: noise})
 
     def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
@@ -94,7 +92,7 @@ def shard(micro_batch: MicroBatch, width: int, cp: Axis, with_padding_mask: bool
         with_padding_mask: add PADDING_MASK to the model's inputs.
     """
     seqdims, pad_values = micro_batch.seqdims, micro_batch.pad_values
-    segments = filled_row(micro_batch.segments, width) if micro_batch.segments else (width,)
+    segments = _segments(micro_batch, width)
     positions = context.packed_positions(segments, cp.size, cp.rank)
 
     def local(name: str, tensor: Tensor | None) -> Tensor | None:
@@ -106,7 +104,8 @@ def shard(micro_batch: MicroBatch, width: int, cp: Axis, with_padding_mask: bool
     model_inputs: dict[str, Any] = {name: local(name, tensor) for name, tensor in micro_batch.model_inputs.items()}
     loss_inputs: dict[str, Any] = {name: local(name, tensor) for name, tensor in micro_batch.loss_inputs.items()}
     if with_padding_mask:
-        model_inputs[PADDING_MASK] = _padding_mask(micro_batch, segments, width)[:, positions]
+        rows, columns, lengths = _tokens(micro_batch, width)
+        model_inputs[PADDING_MASK] = (columns >= lengths[rows])[:, positions]
     if micro_batch.segments:
         from megatron_wrap.nn.packed_sequences import PackedSequences
 
@@ -134,23 +133,18 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     return replace(micro_batch, model_inputs=model_inputs, loss_inputs=loss_inputs)
 
 
-def _sequences(micro_batch: MicroBatch, width: int) -> tuple[tuple[int, ...], Tensor, Tensor]:
-    """Segments of a row of `width` tokens; index of each token's sequence and its position in it, [B, width] each."""
+def _segments(micro_batch: MicroBatch, width: int) -> tuple[int, ...]:
+    """Widths of the sequences in a row of `width` tokens; one for all rows that are not packed."""
+    return filled_row(micro_batch.segments, width) if micro_batch.segments else (width,)
+
+
+def _tokens(micro_batch: MicroBatch, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Index of each token's sequence and its position in it, [B, width] each; tokens of each sequence."""
     if not micro_batch.segments:
         rows = torch.arange(micro_batch.num_rows)[:, None].expand(-1, width)
-        return (width,), rows, torch.arange(width).expand(micro_batch.num_rows, -1)
-    segments = filled_row(micro_batch.segments, width)
-    widths = torch.tensor(segments)
-    rows = torch.arange(len(segments)).repeat_interleave(widths)
-    return segments, rows[None], (torch.arange(width) - (widths.cumsum(0) - widths)[rows])[None]
-
-
-def _padding_mask(micro_batch: MicroBatch, segments: tuple[int, ...], width: int) -> Tensor:
-    """bool [B, width], True on padding; over all context-parallel ranks."""
-    if not micro_batch.segments:
-        return torch.arange(width)[None] >= micro_batch.lengths[:, None]
-    widths = torch.tensor(segments)
+        return rows, torch.arange(width).expand(micro_batch.num_rows, -1), micro_batch.lengths.long()
+    widths = torch.tensor(_segments(micro_batch, width))
     lengths = torch.zeros_like(widths)
     lengths[: len(micro_batch.lengths)] = micro_batch.lengths
-    starts = widths.cumsum(0) - widths
-    return (torch.arange(width) >= (starts + lengths).repeat_interleave(widths))[None]
+    rows = torch.arange(len(widths)).repeat_interleave(widths)
+    return rows[None], (torch.arange(width) - (widths.cumsum(0) - widths)[rows])[None], lengths

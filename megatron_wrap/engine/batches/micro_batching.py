@@ -169,7 +169,34 @@ def split_batch(
         DataError: a sample is wrong, or larger than the capacity. FlowError: the flow breaks its contract.
     """
     prepared_sample = functools.cache(prepared_sample)
-    split = functools.partial(_split, flow, num_samples, micro_batching=micro_batching, seed=seed, dp=dp)
+
+    def split(prepared_sample: Callable[[int], Any]) -> tuple[MicroBatch, ...]:
+        indices: list[Sequence[int]]
+        if micro_batching.capacity is None:
+            indices = [*micro_batch_indices(num_samples, flow.micro_batch_size, dp)]
+            indices += [()] * (-(-num_samples // (flow.micro_batch_size * dp.size)) - len(indices))
+        else:
+            lengths = [sample_lengths(flow, prepared_sample(index), seed + index) for index in range(num_samples)]
+            indices = [*micro_batching.assign(lengths, dp.size)[dp.rank]]
+        micro_batches = [
+            replace(
+                collate(flow, [prepared_sample(index) for index in of_micro_batch], seed + of_micro_batch[0]),
+                sample_indices=tuple(of_micro_batch),
+            )
+            if of_micro_batch
+            else replace(collate(flow, [prepared_sample(0)], seed), counted=False, sample_facts=())
+            for of_micro_batch in indices
+        ]
+        if micro_batching.capacity is not None and not micro_batches[0].has_explicit_weight:
+            raise FlowError(
+                f"{type(flow).__name__}: the loss is a mean over each micro-batch, so it depends on how a batch is "
+                "split by packing or max_tokens_per_micro_batch; return LossOutput with the sum of the loss, and "
+                "define get_loss_weight"
+            )
+        if micro_batching.packing:
+            micro_batches = [pack(micro_batch, micro_batching.pad_to_multiple_of) for micro_batch in micro_batches]
+        return tuple(micro_batches)
+
     training = split(prepared_sample)
     step_samples = _step_samples(flow, num_samples, prepared_sample)
     return ReplicaMicroBatches(training, () if step_samples is None else split(step_samples.__getitem__))
@@ -185,42 +212,6 @@ def prepared_samples(prepare_sample: Callable[[Any], Any], batch: Sequence[Any])
             raise DataError(f"sample {index} of a batch of {len(batch)}: {error}") from error
 
     return prepared
-
-
-def _split(
-    flow: MegatronWrapTrainingFlowBase,
-    num_samples: int,
-    prepared_sample: Callable[[int], Any],
-    micro_batching: MicroBatching,
-    seed: int,
-    dp: Axis,
-) -> tuple[MicroBatch, ...]:
-    """This replica's micro-batches of the samples `prepared_sample(0)`, ..., `prepared_sample(num_samples - 1)`."""
-    indices: list[Sequence[int]]
-    if micro_batching.capacity is None:
-        indices = [*micro_batch_indices(num_samples, flow.micro_batch_size, dp)]
-        indices += [()] * (-(-num_samples // (flow.micro_batch_size * dp.size)) - len(indices))
-    else:
-        lengths = [sample_lengths(flow, prepared_sample(index), seed + index) for index in range(num_samples)]
-        indices = [*micro_batching.assign(lengths, dp.size)[dp.rank]]
-    micro_batches = [
-        replace(
-            collate(flow, [prepared_sample(index) for index in of_micro_batch], seed + of_micro_batch[0]),
-            sample_indices=tuple(of_micro_batch),
-        )
-        if of_micro_batch
-        else replace(collate(flow, [prepared_sample(0)], seed), counted=False, sample_facts=())
-        for of_micro_batch in indices
-    ]
-    if micro_batching.capacity is not None and not micro_batches[0].has_explicit_weight:
-        raise FlowError(
-            f"{type(flow).__name__}: the loss is a mean over each micro-batch, so it depends on how a batch is split "
-            "by packing or max_tokens_per_micro_batch; return LossOutput with the sum of the loss, and define "
-            "get_loss_weight"
-        )
-    if micro_batching.packing:
-        micro_batches = [pack(micro_batch, micro_batching.pad_to_multiple_of) for micro_batch in micro_batches]
-    return tuple(micro_batches)
 
 
 def _step_samples(

@@ -141,7 +141,9 @@ class NormalizedLoss:
     def _terms(self, returned: Any, micro_batch: MicroBatch) -> tuple[dict[str, _Term], Mapping[str, Any]]:
         name = f"{type(self.flow).__name__}.calculate_loss"
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-            return {DEFAULT_TERM: self._two_value_term(_scalar(name, returned[0], DEFAULT_TERM))}, returned[1]
+            # averaged over micro-batches and replicas alike
+            loss, step_weight = _scalar(name, returned[0], DEFAULT_TERM), float(self.num_microbatches * self.dp_size)
+            return {DEFAULT_TERM: _Term(loss / self.cp_size, 1.0, step_weight)}, returned[1]
         if not isinstance(returned, LossOutput):
             raise FlowError(
                 f"{name} returns {type(returned).__name__}; return LossOutput(loss_sum, metrics), or the older form "
@@ -165,11 +167,6 @@ class NormalizedLoss:
             for term, loss_sum in loss_sums.items()
         }
         return terms, returned.metrics
-
-    def _two_value_term(self, loss: Tensor) -> _Term:
-        """Adapter for the older return (loss, metrics): the loss is complete and equal on every context-parallel rank,
-        so each rank contributes 1 / cp of it, and the step averages over micro-batches and replicas."""
-        return _Term(loss / self.cp_size, weight=1.0, step_weight=float(self.num_microbatches * self.dp_size))
 
     def _check_step_value(self, missing: str) -> None:
         if missing.startswith(STEP_PREFIX) and self.flow.step_values_from is None:

@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from torch import Tensor
 
-from megatron_wrap.engine.state.update import Update
+from megatron_wrap.engine.state.open_step import Update
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.platform.megatron_core.versions import gradients_for_norm
 

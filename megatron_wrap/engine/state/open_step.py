@@ -1,4 +1,4 @@
-"""A step between its parts: what is counted before it, and what it has summed so far."""
+"""A step: what is counted before it, what it has summed so far, and the result of its update."""
 
 from __future__ import annotations
 
@@ -50,3 +50,17 @@ class OpenStep:
     """Of this process at its beginning, to repeat it; None: a non-finite loss is not refused."""
     parts: int = 0
     """Parts that have been passed, of a step in parts."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Result of one optimizer step; the same on every rank."""
+
+    applied: bool = False
+    """Parameters were updated; False on an fp16 overflow, or if the batch has no loss weight."""
+    grad_norm: float = 0.0
+    """Norm of the gradient over all parameters before clipping; 0 on an overflow."""
+    num_zeros: int = 0
+    """Number of zeros in the gradient, if they are counted."""
+    is_bad: bool = False
+    """Not applied, and no state changed: the loss or the norm of the gradient is not finite, or the loss is a spike."""
