@@ -162,11 +162,8 @@ def _layout(candidate: Candidate) -> Iterator[Note]:
     experts = f", EP {parallel.expert_model_parallel_size}" if config.arch.num_experts is not None else ""
     count = derived.num_microbatches(config, replicas)
     shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    yield Note(f"{counted(candidate.num_processes, 'process')} = {shown}{experts}; {_micro_batches(count)} per step")
-
-
-def _micro_batches(count: int) -> str:
-    return f"{count} micro-batch{'' if count == 1 else 'es'} of each replica"
+    processes, micro_batches = counted(candidate.num_processes, "process"), counted(count, "micro-batch")
+    yield Note(f"{processes} = {shown}{experts}; {micro_batches} of each replica per step")
 
 
 def _checkpoint(candidate: Candidate) -> Iterator[Note]:

@@ -329,11 +329,6 @@ def adapters_by_weight(model: torch.nn.Module) -> dict[int, LinearAdapter | Expe
     return {id(adapter.base_weight()): adapter for adapter in trained}
 
 
-def adapters_off(chunks: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
-    """Within the context the model computes its base, bit for bit; the parameters must be synchronized."""
-    return only_adapter(chunks, None)
-
-
 @contextlib.contextmanager
 def only_adapter(chunks: Sequence[torch.nn.Module], name: str | None) -> Iterator[None]:
     """Within the context the model computes with the adapter of this name, or without any; the parameters must be
