@@ -95,7 +95,6 @@ def build_training_state(
     chunks = wrap_chunks(config, model_config, bare) if training else bare
     optimizer = build_optimizer(config, model_config, chunks, parallel) if training else None
     shape = model_shape(config, vocab_size)
-    multiple = model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
     stragglers = _stragglers(config, parallel, platform.device) if training else None
     return TrainingState(
         config=config,
@@ -109,7 +108,7 @@ def build_training_state(
         prepare_sample=prepare_sample,
         calculate_loss=flow.calculate_loss,
         shape=shape,
-        micro_batching=micro_batching_of(config, parallel, shape, multiple),
+        micro_batching=micro_batching_of(config, parallel, shape, _group_size(model_config, parallel)),
         localization=_localization(config, parallel, platform.device, model_config, training),
         pipeline_schedule=_pipeline_schedule(config, parallel, model_config, flow, chunks, stragglers),
         stragglers=stragglers,
@@ -185,6 +184,11 @@ def _first_samples(
             if not skip_bad:
                 raise
     return prepared
+
+
+def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int:
+    """The number of a replica's micro-batches must be a multiple of it."""
+    return model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
 
 
 def seed_everything(seed: int, parallel: ParallelState, in_graphs: bool = False) -> None:
