@@ -88,8 +88,7 @@ def load_resolved(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 @functools.cache
 def section_hints(section: str) -> dict[str, Any]:
     """Key -> type, for the keys that a section's dataclass declares."""
-    section_class = get_type_hints(RunConfig)[section]
-    return {key: hint for key, hint in get_type_hints(section_class).items() if key not in _CATCH_ALL}
+    return {key: hint for key, hint in get_type_hints(_section_class(section)).items() if key not in _CATCH_ALL}
 
 
 def _more_keys(path: str) -> Collection[str]:
@@ -121,7 +120,7 @@ def _decode_section(tree: ComposedConfig, section: str) -> Any:
                 decoded[key] = _DECODERS[section, key](_last_node(origins[key]), f"{path}.{key}")
             else:
                 decoded[key] = _checked(tree, values[key], origins[key], hint, f"{path}.{key}")
-    section_class = get_type_hints(RunConfig)[section]
+    section_class = _section_class(section)
     catch_all = _CATCH_ALL & {field.name for field in dataclasses.fields(section_class)}
     further = [key for key in values if key not in hints]
     for name in catch_all:
@@ -139,9 +138,17 @@ def _decode_section(tree: ComposedConfig, section: str) -> Any:
     return section_class(**decoded)
 
 
-def _with_default(section: str) -> set[str]:
-    fields, missing = dataclasses.fields(get_type_hints(RunConfig)[section]), dataclasses.MISSING
-    return {field.name for field in fields if field.default is not missing or field.default_factory is not missing}
+@functools.cache  # typing evaluates the hints at each call
+def _section_class(section: str) -> Any:
+    return get_type_hints(RunConfig)[section]
+
+
+@functools.cache
+def _with_default(section: str) -> frozenset[str]:
+    fields, missing = dataclasses.fields(_section_class(section)), dataclasses.MISSING
+    return frozenset(
+        field.name for field in fields if field.default is not missing or field.default_factory is not missing
+    )
 
 
 def _last_node(origins: Any) -> Node:

@@ -1,6 +1,7 @@
 """The tree of YAML files that a run's YAML selects from and overrides: the shipped one, and over it, file by file, a
 `nest/` folder in the folder of the run's YAML."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,10 +80,11 @@ def _scan(roots: list[Path], relative: str) -> Folder:
     entries: dict[str, Folder | TreeFile] = {}
     for folder in folders:
         overlaid = len(roots) > 1 and folder == roots[-1] / relative
-        for entry in sorted(folder.iterdir()):
-            if entry.name.startswith((".", "__")) or (entry.is_file() and entry.suffix not in (".yaml", ".yml")):
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):  # its entries know what is a folder
+            suffix = os.path.splitext(entry.name)[1]
+            if entry.name.startswith((".", "__")) or (entry.is_file() and suffix not in (".yaml", ".yml")):
                 continue
-            if entry.is_file() and entry.suffix == ".yml":
+            if entry.is_file() and suffix == ".yml":
                 raise ConfigError(f"{shown_path(entry)}: files of the tree end in .yaml; rename it")
             name = entry.name.removesuffix(".yaml") if entry.is_file() else entry.name
             path = f"{relative}/{entry.name}" if relative else entry.name
@@ -95,7 +97,7 @@ def _scan(roots: list[Path], relative: str) -> Folder:
                     f"{shown_path(entry)}: the tree has no such {kind}, so nothing would read it"
                     f"{did_you_mean(name, entries)}"
                 )
-            entries[name] = _scan(roots, path) if entry.is_dir() else TreeFile(name, entry, path, overlaid)
+            entries[name] = _scan(roots, path) if entry.is_dir() else TreeFile(name, Path(entry), path, overlaid)
     result.entries = dict(sorted(entries.items()))
     if result.default is not None and result.default not in result.entries:
         raise ConfigError(

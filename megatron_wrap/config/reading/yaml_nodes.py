@@ -1,5 +1,6 @@
 """YAML files as nodes with file and line, read and written; `2e-4` is a number (YAML 1.2), unlike in PyYAML."""
 
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class Node:
         """The value without positions."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):  # a copy: later readings of a file share its nodes
+            return [item.plain() for item in self.items] if self.items else list(self.value)
         return self.value
 
 
@@ -130,6 +133,7 @@ def describe(value: Any) -> str:
     return f"the {kind} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
+@functools.lru_cache(maxsize=256)  # each run of a process, as of check-parity, reads the same 30 files
 def _parse(text: str, shown: str) -> Node | None:
     loader = _Loader(text)
     try:

@@ -16,7 +16,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ class CpuPlatform(Platform):
     def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
         if any(isinstance(finder, MegatronFinder) for finder in sys.meta_path):
             return  # another CpuPlatform is installed in this process
-        _refuse_loaded_cuda_packages()
+        loaded = megatron_modules()
+        _refuse_loaded_cuda_packages(loaded)
         keep_freed_memory()
         share_device(replacements)
         finder = MegatronFinder(self._view)
@@ -73,12 +74,14 @@ class CpuPlatform(Platform):
         replacements.callback(lambda: sys.meta_path.remove(finder))
         self._view.active = True
         replacements.callback(self._view.deactivate)
-        for module in megatron_modules():
+        for module in loaded:
             self._view.rebind(module, replacements)
         replace_tensor_methods(replacements)
         with repairs.quiet_import():
-            for name, patch in _PATCHES.items():
-                patch(importlib.import_module(name), replacements)
+            patched = [importlib.import_module(name) for name in _PATCHES]
+            loaded = megatron_modules()
+            for module, patch in zip(patched, _PATCHES.values(), strict=True):
+                patch(module, loaded, replacements)
             adam.use_in_megatron(replacements)
             repairs.repair(replacements)
 
@@ -142,10 +145,10 @@ class CpuPlatform(Platform):
         return {**super()._safe_values(False), **NEEDS_CUDA}
 
 
-def _refuse_loaded_cuda_packages() -> None:
+def _refuse_loaded_cuda_packages(loaded: Sequence[types.ModuleType]) -> None:
     """Raise PlatformError if Megatron-Core has imported names from CUDA packages. The modules' HAVE_TE flags are no
     evidence: some are true without Transformer Engine (`multi_latent_attention.py`)."""
-    for module in megatron_modules():
+    for module in loaded:
         for name, value in list(vars(module).items()):
             source = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
             package = source.partition(".")[0] if isinstance(source, str) else ""
@@ -160,7 +163,11 @@ def _refuse_loaded_cuda_packages() -> None:
 
 
 def _replace_function(
-    module: types.ModuleType, name: str, replacement: Callable[..., Any], replacements: Replacements
+    module: types.ModuleType,
+    name: str,
+    replacement: Callable[..., Any],
+    loaded: Sequence[types.ModuleType],
+    replacements: Replacements,
 ) -> Any:
     """Replace a function in every loaded module of Megatron-Core that refers to it; returns the original."""
     original = getattr(module, name, None)
@@ -169,14 +176,14 @@ def _replace_function(
     expected, actual = (list(inspect.signature(function).parameters) for function in (replacement, original))
     if expected != actual:
         raise versions.unexpected(f"{module.__name__}.{name} takes ({', '.join(actual)}), not ({', '.join(expected)})")
-    for loaded in megatron_modules():
-        for alias, value in list(vars(loaded).items()):
+    for user in loaded:
+        for alias, value in list(vars(user).items()):
             if value is original:
-                replacements.set(loaded, alias, replacement)
+                replacements.set(user, alias, replacement)
     return original
 
 
-def _patch_type_names(module: types.ModuleType, replacements: Replacements) -> None:
+def _patch_type_names(module: types.ModuleType, loaded: Sequence[types.ModuleType], replacements: Replacements) -> None:
     """Replace strings such as "torch.cuda.FloatTensor" in a module's compiled functions. The optimizers check dtypes
     with `Tensor.type()`, which includes the device. Changing the code objects reaches every reference to a function."""
     changed = 0
@@ -215,7 +222,7 @@ def _cpu_constant(constant: Any) -> Any:
     return constant
 
 
-def _patch_rng(module: types.ModuleType, replacements: Replacements) -> None:
+def _patch_rng(module: types.ModuleType, loaded: Sequence[types.ModuleType], replacements: Replacements) -> None:
     """Make Megatron-Core's RNG tracker use the CPU generator."""
 
     def _get_cuda_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -224,8 +231,8 @@ def _patch_rng(module: types.ModuleType, replacements: Replacements) -> None:
     def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
-    _replace_function(module, "_get_cuda_rng_state", _get_cuda_rng_state, replacements)
-    _replace_function(module, "_set_cuda_rng_state", _set_cuda_rng_state, replacements)
+    _replace_function(module, "_get_cuda_rng_state", _get_cuda_rng_state, loaded, replacements)
+    _replace_function(module, "_set_cuda_rng_state", _set_cuda_rng_state, loaded, replacements)
 
 
 def _peak_bytes() -> int:
@@ -242,7 +249,7 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _patch_mappings(module: types.ModuleType, replacements: Replacements) -> None:
+def _patch_mappings(module: types.ModuleType, loaded: Sequence[types.ModuleType], replacements: Replacements) -> None:
     """Gather and reduce-scatter unequal sizes, as experts with tensor parallelism need: NCCL can, gloo cannot."""
 
     def _gather_along_first_dim(
@@ -266,22 +273,22 @@ def _patch_mappings(module: types.ModuleType, replacements: Replacements) -> Non
         torch.distributed.all_reduce(total, group=group)
         return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
 
-    equal_gather = _replace_function(module, "_gather_along_first_dim", _gather_along_first_dim, replacements)
+    equal_gather = _replace_function(module, "_gather_along_first_dim", _gather_along_first_dim, loaded, replacements)
     equal_scatter = _replace_function(
-        module, "_reduce_scatter_along_first_dim", _reduce_scatter_along_first_dim, replacements
+        module, "_reduce_scatter_along_first_dim", _reduce_scatter_along_first_dim, loaded, replacements
     )
 
 
-def _patch_moe_utils(module: types.ModuleType, replacements: Replacements) -> None:
+def _patch_moe_utils(module: types.ModuleType, loaded: Sequence[types.ModuleType], replacements: Replacements) -> None:
     """Convert split sizes to numpy arrays without a device-to-host copy."""
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    _replace_function(module, "maybe_move_tensor_to_cpu", maybe_move_tensor_to_cpu, replacements)
+    _replace_function(module, "maybe_move_tensor_to_cpu", maybe_move_tensor_to_cpu, loaded, replacements)
 
 
-_PATCHES: dict[str, Callable[[types.ModuleType, Replacements], None]] = {
+_PATCHES: dict[str, Callable[[types.ModuleType, Sequence[types.ModuleType], Replacements], None]] = {
     "megatron.core.optimizer.clip_grads": _patch_type_names,
     "megatron.core.optimizer.optimizer": _patch_type_names,
     "megatron.core.optimizer.distrib_optimizer": _patch_type_names,

@@ -167,11 +167,11 @@ def test_unexpected_megatron_function_is_reported_with_its_version(installed):
     with pytest.raises(
         PlatformError, match=rf"megatron-core {version()} .* takes \(device, clone\), not \(device, clone,"
     ):
-        cpu._patch_rng(module, Replacements())
+        cpu._patch_rng(module, [], Replacements())
     with pytest.raises(PlatformError, match=r"has no comparison with torch\.cuda\.FloatTensor"):
-        cpu._patch_type_names(types.ModuleType("megatron.core.other"), Replacements())
+        cpu._patch_type_names(types.ModuleType("megatron.core.other"), [], Replacements())
     with pytest.raises(PlatformError, match="has no maybe_move_tensor_to_cpu"):
-        cpu._patch_moe_utils(types.ModuleType("megatron.core.other"), Replacements())
+        cpu._patch_moe_utils(types.ModuleType("megatron.core.other"), [], Replacements())
 
 
 def test_only_known_log_noise_is_hidden(installed, caplog):
