@@ -129,7 +129,8 @@ elif [ "$*" = --all ]; then
 else
   types
   tests "unit tests" tests/unit tests/gpu "${covering[@]}"
-  tests "distributed tests b-l" tests/distributed/test_[b-l]*.py "${covering[@]}"
+  tests "distributed tests f-l" tests/distributed/test_[f-l]*.py "${covering[@]}"
+  tests "distributed tests b-e" tests/distributed/test_[b-e]*.py "${covering[@]}"
   tests "distributed tests m-q" tests/distributed/test_[m-q]*.py "${covering[@]}"
   tests "distributed tests a" tests/distributed/test_a*.py "${covering[@]}"
   tests "distributed tests r-z" tests/distributed/test_[r-z]*.py "${covering[@]}"

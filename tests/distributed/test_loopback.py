@@ -1,9 +1,7 @@
 """What the processes of a run on one node listen on, read from the kernel while they run."""
 
 import json
-import os
 import socket
-import struct
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 RANK = """
 import os, sys, datetime, torch, torch.distributed as dist
 sys.path.insert(0, {here!r})
-from test_loopback import listening
+from _listening import listening
 from megatron_wrap.parallel.launch import start
 processes = start("gloo", torch.device("cpu"), 2)
 group = dist.new_group([0, 1], backend="gloo")
@@ -28,28 +26,6 @@ for used in (None, group):
 open({out!r} + str(processes.rank), "w").write(__import__("json").dumps(listening([os.getpid(), os.getppid()])))
 dist.barrier()
 """
-
-
-def listening(processes: list[int]) -> list[tuple[int, str, int]]:
-    """Process, address and port of each listening TCP socket of the processes."""
-    owners = {}
-    for process in processes:
-        for descriptor in Path(f"/proc/{process}/fd").iterdir():
-            try:
-                owners[os.readlink(descriptor)] = process
-            except FileNotFoundError:
-                continue
-    sockets = []
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        table = Path("/proc/net", name)
-        for line in table.read_text().splitlines()[1:] if table.exists() else ():
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in owners:
-                address, _, port = fields[1].partition(":")
-                words = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
-                text = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
-                sockets.append((owners[f"socket:[{fields[9]}]"], text, int(port, 16)))
-    return sockets
 
 
 @pytest.fixture

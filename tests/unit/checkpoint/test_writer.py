@@ -39,14 +39,24 @@ def copy() -> Iterator[HostCopy]:
     copy.close()
 
 
+@pytest.fixture(scope="module")
+def started() -> Iterator[tuple[HostCopy, Writer]]:
+    """A copy and its writer, whose process two tests use: it imports torch."""
+    copy = HostCopy(torch.device("cpu"), processes=1)
+    writer = Writer(copy.descriptor)
+    yield copy, writer
+    writer.close()
+    copy.close()
+
+
 def job(folder: Path, copy: HostCopy, tensors: tuple[torch.Tensor, ...]) -> WriteJob:
     parts = [(("tensor", None, number), copied) for number, copied in enumerate(copy.take(tensors))]
     first = FileToWrite("a.distcp", (*parts[:2], (("object", (0, 1), None), b"bytes")))
     return WriteJob(folder, "record", (first, FileToWrite("b", (*parts[2:],))), copy.num_bytes)
 
 
-def test_a_process_writes_the_values_of_the_copy(tmp_path: Path, copy: HostCopy) -> None:
-    writer = Writer(copy.descriptor)
+def test_a_process_writes_the_values_of_the_copy(tmp_path: Path, started: tuple[HostCopy, Writer]) -> None:
+    copy, writer = started
     larger = tuple(tensor.repeat(2, *[1] * max(tensor.dim() - 1, 0)) for tensor in TENSORS[:5])
     for number, tensors in enumerate((TENSORS, larger)):  # the buffer grows
         folder = tmp_path / str(number)
@@ -75,11 +85,10 @@ def test_a_process_writes_the_values_of_the_copy(tmp_path: Path, copy: HostCopy)
         for value, tensor in zip(read, tensors, strict=True):
             assert (value.dtype, value.shape) == (tensor.dtype, tensor.shape)
             assert torch.equal(value.float(), tensor.float())
-    writer.close()
 
 
-def test_errors_and_the_end_of_the_process_are_results(tmp_path: Path, copy: HostCopy) -> None:
-    writer = Writer(copy.descriptor)
+def test_errors_and_the_end_of_the_process_are_results(tmp_path: Path, started: tuple[HostCopy, Writer]) -> None:
+    copy, writer = started
     assert writer.finished(timeout=0) == ""
     writer.start(job(tmp_path / "missing", copy, TENSORS))
     assert "No such file" in str(writer.finished(timeout=60))
