@@ -20,6 +20,8 @@ from _counted import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples/codeparrot/run.py"
 FULL, VOCABULARY = 1700, 1024
+SMALLER = ("num_layers=2", "hidden_size=96", "ffn_hidden_size=384")
+"""The model of a run with fewer iterations: the same steps and commands in a quarter of the time."""
 
 
 def drill(count: int, seed: int, scratch: Path) -> list[str]:
@@ -31,6 +33,7 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
         overrides += ["--input", str(library / "asyncio"), str(library / "email"), "--folder", str(scratch / "run")]
         overrides += [f"{train}.common.train_iters={count}", f"{train}.common.eval_interval={count // 2}"]
         overrides += [f"{train}.learning-rate.lr_warmup_iters={count // 10}"]
+        overrides += [f"megatron_lm.model.arch.{key}" for key in SMALLER]
     command = [sys.executable, EXAMPLE, "--folder", scratch / "run", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
