@@ -9,6 +9,7 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
+from megatron_wrap.engine.state.kernel_adam import KernelAdam
 from megatron_wrap.nn.kernels.attention.flash_attention import StoredScores, merge_
 from megatron_wrap.nn.kernels.rms_norm import rms_norm
 from megatron_wrap.nn.kernels.rotary import apply_rotary, split_rotary
@@ -144,6 +145,30 @@ def test_weight_gradients_are_accumulated_without_rounding():
     wide = start.cuda()
     WeightGradients.wgrad_gemm_accum_fp32(inputs.cuda().float(), grad.cuda().float(), wide)
     assert error(wide, expected) < 3e-6
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_with_a_factor_of_the_gradients(decoupled):
+    ours, theirs = (
+        [torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n)).cuda()) for n in (7, 70000)]
+        for _ in range(2)
+    )
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    optimizer = KernelAdam(ours, adam_w_mode=decoupled, **settings)
+    optimizer.scale_gradients(0.3)
+    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, fused=True, **settings)
+    for step in range(4):
+        for actual, other in zip(ours, theirs, strict=True):
+            actual.grad = torch.randn(actual.shape, generator=torch.Generator().manual_seed(step)).cuda()
+            other.grad = 0.3 * actual.grad
+        optimizer.step()
+        reference.step()
+    for actual, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, other, rtol=1e-6, atol=1e-6)
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(
+                optimizer.state[actual][name], reference.state[other][name], rtol=1e-5, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

@@ -109,6 +109,8 @@ NEEDS = (
     Need("optimizer.use_precision_aware_optimizer", "optimizer.use_distributed_optimizer", (None, True)),
     Need("optimizer.use_precision_aware_optimizer", "init.platform", ("auto", "cuda")),
     *(Need(f"optimizer.{name}", "optimizer.use_precision_aware_optimizer", (True,)) for name in _DTYPES_OF_ADAM),
+    Need("optimizer.fused_clipping", "optimizer.optimizer", ("adam",)),
+    Need("optimizer.fused_clipping", "optimizer.use_precision_aware_optimizer", (False,)),
     Need("optimizer.main_grads_dtype", "ddp.accumulate_allreduce_grads_in_fp32", (False,)),
     Need("optimizer.main_params_dtype", "dtype.bf16", (True,)),
     Need("ddp.overlap_param_gather", "optimizer.optimizer", ("adam",)),

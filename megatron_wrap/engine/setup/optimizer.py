@@ -13,7 +13,7 @@ from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.setup.muon import left_out, muon_layouts
 from megatron_wrap.model.transformer_config import parameter_dtype, same_named
 from megatron_wrap.parallel.state import ParallelState
-from megatron_wrap.platform.megatron_core.adam import another_sgd
+from megatron_wrap.platform.megatron_core.adam import another_adam, another_sgd
 from megatron_wrap.platform.megatron_core.versions import accepts
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def build_optimizer(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from megatron_wrap.engine.state.checked_optimizer import CheckedOptimizer
+    from megatron_wrap.engine.state.kernel_adam import KernelAdam
 
     optim, dtype, fp8 = config.optimizer, config.dtype, fp8_settings(config)
     settings: dict[str, Any] = {
@@ -51,7 +52,8 @@ def build_optimizer(
     if optim.optimizer == "muon":
         parts = _with_muon(config, optimizer_config, chunks, parallel, overrides)
     else:
-        parts = get_megatron_optimizer(optimizer_config, chunks, **overrides).chained_optimizers
+        with another_adam(KernelAdam if optim.fused_clipping else None):
+            parts = get_megatron_optimizer(optimizer_config, chunks, **overrides).chained_optimizers
     optimizer = CheckedOptimizer(parts)
     model_config.grad_scale_func = optimizer.scale_loss if dtype.bf16 or dtype.fp16 else None
     return optimizer

@@ -11,6 +11,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from torch import Tensor
 
+from megatron_wrap.engine.state.kernel_adam import KernelAdam
 from megatron_wrap.engine.state.open_step import Update
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.platform.megatron_core.versions import gradients_for_norm
@@ -73,8 +74,26 @@ class CheckedOptimizer(ChainedOptimizer):
             for scaler, state in zip(self._grad_scalers(), self._scaler_states, strict=True):
                 scaler.load_state_dict(state)  # `prepare_grads` counted a step without overflow
             return Update(grad_norm=self._grad_norm, is_bad=True)
-        applied, grad_norm, num_zeros = self.step()
+        applied, grad_norm, num_zeros = self._scaling_step() if self._scales_gradients else self.step()
         return Update(bool(applied), float(grad_norm or 0.0), int(num_zeros or 0))
+
+    @property
+    def _scales_gradients(self) -> bool:
+        """Whether Adam multiplies the gradients by the clipping factor itself."""
+        optimizers = [part.optimizer for part in self.chained_optimizers if part.optimizer is not None]
+        return bool(optimizers) and all(isinstance(optimizer, KernelAdam) for optimizer in optimizers)
+
+    def _scaling_step(self) -> tuple[bool, float, int]:
+        """`step`, without a pass over the gradients for clipping."""
+        if self._overflow:
+            return False, 0.0, 0
+        num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else 0
+        for part in self.chained_optimizers:
+            limit = part.config.clip_grad
+            if part.optimizer is not None:  # the factor is that of Megatron-Core's clip_grad_by_total_norm_fp32
+                factor = min(1.0, limit / (self._grad_norm + 1.0e-6)) if limit > 0.0 else 1.0
+                part.optimizer.scale_gradients(factor)
+        return self.step_with_ready_grads(), self._grad_norm, num_zeros
 
     @property
     def loss_scale(self) -> float:

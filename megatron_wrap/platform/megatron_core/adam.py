@@ -61,6 +61,11 @@ class GroupStepAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction})
         self.adam_w_mode = adam_w_mode
+        self.gradient_factor = 1.0
+
+    def scale_gradients(self, factor: float) -> None:
+        """The next steps multiply the gradients by this factor as they read them, and leave them as they are."""
+        self.gradient_factor = factor
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -78,19 +83,26 @@ class GroupStepAdam(torch.optim.Optimizer):
                 if "exp_avg" not in self.state[param]:
                     self.state[param]["exp_avg"] = torch.zeros_like(param)
                     self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
-            fused = bool(params) and all(param.is_cuda for param in params)
-            for chunk in [params] if fused else _chunks(params):
-                self._update(chunk, group, fused)
+            self._update_group(params, group)
         return loss
+
+    def _update_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Update the parameters of a group, which have gradients and states."""
+        fused = bool(params) and all(param.is_cuda for param in params)
+        for chunk in [params] if fused and self.gradient_factor == 1.0 else _chunks(params):
+            self._update(chunk, group, fused)
 
     def _update(self, params: list[Tensor], group: dict[str, Any], fused: bool) -> None:
         """With torch's own update; the fused kernel reads and writes each tensor once."""
         beta1, beta2 = group["betas"]
         update = adamw if self.adam_w_mode else adam
+        grads = [param.grad for param in params if param.grad is not None]
+        if self.gradient_factor != 1.0:
+            grads = list(torch._foreach_mul(grads, self.gradient_factor))
         steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device if fused else "cpu")
         update(
             params,
-            [param.grad for param in params if param.grad is not None],
+            grads,
             [self.state[param]["exp_avg"] for param in params],
             [self.state[param]["exp_avg_sq"] for param in params],
             [],
@@ -138,6 +150,15 @@ def another_sgd(config: Any, build: Callable[..., torch.optim.Optimizer]) -> Ite
         yield
 
 
+@contextlib.contextmanager
+def another_adam(adam_class: type[GroupStepAdam] | None) -> Iterator[None]:
+    """In the block Megatron-Core builds this optimizer as Adam; None: nothing changes."""
+    with Replacements() as replacements:
+        if adam_class is not None:
+            _replace_adam(replacements, adam_class)
+        yield
+
+
 def use_in_megatron(replacements: Replacements) -> bool:
     """Replace Megatron-Core's fallback to torch's Adam by `GroupStepAdam`. Imports Megatron-Core's optimizers.
 
@@ -145,14 +166,20 @@ def use_in_megatron(replacements: Replacements) -> bool:
         False if Megatron-Core uses Transformer Engine's or Apex's FusedAdam; nothing is replaced then.
     """
     import megatron.core.optimizer as optimizers
-    from megatron.core.optimizer import distrib_optimizer
 
     if not optimizers.USING_PYTORCH_OPTIMIZER:
         return False
-    replacements.set(optimizers, "Adam", GroupStepAdam)
+    _replace_adam(replacements, GroupStepAdam)
+    return True
+
+
+def _replace_adam(replacements: Replacements, adam_class: type[GroupStepAdam]) -> None:
+    import megatron.core.optimizer as optimizers
+    from megatron.core.optimizer import distrib_optimizer
+
+    replacements.set(optimizers, "Adam", adam_class)
     replacements.set(optimizers, "USING_PYTORCH_OPTIMIZER", False)
     # The distributed optimizer reads `step` from the parameter group when it believes that it uses Apex.
-    replacements.set(distrib_optimizer, "Adam", GroupStepAdam)
+    replacements.set(distrib_optimizer, "Adam", adam_class)
     replacements.set(distrib_optimizer, "HAVE_APEX_OR_TE", True)
     replacements.set(distrib_optimizer, "USING_APEX_OPTIMIZER", True)
-    return True

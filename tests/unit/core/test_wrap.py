@@ -223,6 +223,23 @@ def test_grad_norm_is_reported_without_clipping_too():
     assert norms[0] == norms[1] > 0
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_fused_clipping_trains_alike(dtype):
+    """The bits of training with a pass for clipping, which this norm needs."""
+    trained = []
+    for fused in ("false", "true"):
+        optimizer = "megatron_lm.train.optimizer."
+        keys = [f"{optimizer}clip_grad=0.05", f"{optimizer}fused_clipping={fused}"]
+        with started(*keys, f"megatron_lm.train.dtype.__select__={dtype}") as wrap:
+            metrics = [wrap.train(data()[4 * step : 4 * step + 4]) for step in range(3)]
+            weights = [parameter.detach().clone() for parameter in wrap.state.chunks[0].parameters()]
+        trained.append((weights, [(each["loss"], each["grad_norm"]) for each in metrics]))
+    (weights, metrics), (expected, expected_metrics) = trained
+    assert metrics == expected_metrics
+    assert min(norm for _, norm in metrics) > 0.05
+    assert all(torch.equal(*pair) for pair in zip(weights, expected, strict=True))
+
+
 def test_a_batch_of_another_size_is_refused_and_the_run_continues():
     with started() as wrap:
         for wrong in (data()[:3], data()[:8], []):

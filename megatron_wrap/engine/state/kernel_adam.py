@@ -1,0 +1,35 @@
+"""Adam whose step is a kernel of this package where Triton runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_wrap.nn.kernels.available import has_triton
+from megatron_wrap.platform.megatron_core.adam import GroupStepAdam
+
+
+class KernelAdam(GroupStepAdam):
+    """See `GroupStepAdam`. On a GPU with Triton a kernel reads each gradient once, with `gradient_factor`; elsewhere
+    torch multiplies a copy of some gradients at a time."""
+
+    def _update_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        if not (params and has_triton() and all(param.is_cuda for param in params)):
+            super()._update_group(params, group)
+            return
+        from megatron_wrap.nn.kernels.adam import update
+
+        for param in params:
+            state, grad = self.state[param], param.grad
+            assert grad is not None
+            update(
+                *(param, grad, state["exp_avg"], state["exp_avg_sq"]),
+                step=group["step"],
+                factor=self.gradient_factor,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                decoupled=self.adam_w_mode,
+            )
