@@ -71,8 +71,8 @@ def order_rows(mask: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
     Returns:
         Of each row, in memory for T * `width` rows, its token and its element of the mask as T * G values, both int64;
-        the numbers of each token's rows, int64 [T, width], in the order of their groups, then -1; and int32 [G], 1 +
-        the number of each group's last row.
+        the numbers of each token's rows, int64 [T, width], in the order of their groups, then -1; and int32 [G], 1
+        plus the number of each group's last row.
     """
     tokens, groups = mask.shape
     most = tokens * width
