@@ -120,7 +120,7 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
             virtual_size=virtual_size,
             transformer_engine=transformer_engine,
         ),
-        **_kernels(config.arch, platform, transformer_engine),
+        **_kernels(config.arch, platform, transformer_engine, training),
         **config.arch.upstream,
         **_frozen(config),
         "fp8": None if fp8 is None else fp8.format,
@@ -236,13 +236,15 @@ def _yarn(arch: ArchConfig) -> dict[str, Any]:
     return {f"yarn_{name}": value for name, value in values.items()}
 
 
-def _kernels(arch: ArchConfig, platform: Platform, transformer_engine: bool) -> dict[str, Any]:
+def _kernels(arch: ArchConfig, platform: Platform, transformer_engine: bool, training: bool) -> dict[str, Any]:
     """Settings of fused kernels, and their installation in Megatron-Core.
 
     Raises:
         PlatformError: Transformer Engine's cross-entropy is selected in a version that computes it wrongly.
     """
-    kernels, machine = layer_kernels(platform.device), platform.machine
+    # to ask for sums of weight gradients starts cuBLAS, which a model that is only loaded does not need
+    accumulates = training or bool(arch.upstream.get("gradient_accumulation_fusion"))
+    kernels, machine = layer_kernels(platform.device, accumulates), platform.machine
     platform.use_kernels(kernels)
     version, first = machine.transformer_engine, TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM
     if arch.upstream.get("cross_entropy_fusion_impl") == "te" and version is not None and version < first:
@@ -251,9 +253,8 @@ def _kernels(arch: ArchConfig, platform: Platform, transformer_engine: bool) -> 
             f"Transformer Engine {first[0]}.{first[1]}, and this is {'.'.join(map(str, version))}; write native, or "
             "install a later one"
         )
-    here = dataclasses.replace(
-        machine, triton=kernels.rotary is not None, weight_gradients=kernels.weight_gradients is not None
-    )
+    weight_gradients = kernels.weight_gradients is not None if accumulates else None
+    here = dataclasses.replace(machine, triton=kernels.rotary is not None, weight_gradients=weight_gradients)
     chosen = kernel_choices(arch, here, transformer_engine)
     return {choice.key.partition(".")[2]: choice.value for choice in chosen}
 

@@ -14,6 +14,7 @@ import cProfile
 import hashlib
 import importlib
 import json
+import pkgutil
 import pstats
 import subprocess
 import sys
@@ -42,9 +43,12 @@ COMPARED = "model.layers.0.mlp.experts.down_proj"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OURS = (
     *("transformer_engine.pytorch", "megatron.core.extensions.transformer_engine"),
-    *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.gpt", "megatron_wrap.model.gpt_provider"),
+    *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.gpt"),
+    *("megatron_wrap.core.run", "megatron_wrap.core.run_folders", "megatron_wrap.checkpoint.choices"),
+    *("megatron_wrap.model", "megatron_wrap.nn"),
 )
-"""What setup_model would import after `initialize`; the modules of transformers' model are imported as well."""
+"""What setup_model would import after `initialize`, with all modules of the last two."""
+THEIRS = ("transformers.models.gpt_oss.modeling_gpt_oss", "transformers.integrations.mxfp4", "accelerate")
 OVERRIDES = ("megatron_lm.train.dtype.__select__=bf16", f"megatron_wrap.init.platform={DEVICE}")
 
 
@@ -161,9 +165,7 @@ def load_ours(folder: Path, with_phases: bool, profile: Path | None) -> tuple[fl
     importlib.import_module("megatron_wrap.core.run")
     with MegatronWrap.from_pretrained(str(folder), CONFIG, list(OVERRIDES)) as wrap:
         wrap.initialize()
-        for module in OURS:
-            with contextlib.suppress(ImportError, OSError, RuntimeError):  # none, or one for another CUDA
-                importlib.import_module(module)
+        _import(OURS, packages=OURS[-2:])
         phases = Phases()
         watched = phases.measured() if with_phases else contextlib.nullcontext()
         with watched if profile is None else profiled(profile):
@@ -175,7 +177,7 @@ def load_ours(folder: Path, with_phases: bool, profile: Path | None) -> tuple[fl
 
 def load_theirs(folder: Path) -> tuple[float, torch.Tensor]:
     """Seconds, and the compared tensor."""
-    importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss")
+    _import(THEIRS)
     models: list[Any] = []
     settings = {"dtype": torch.bfloat16, "device_map": {"": DEVICE}}
     method = transformers.Mxfp4Config(dequantize=True)
@@ -187,9 +189,21 @@ def load_theirs(folder: Path) -> tuple[float, torch.Tensor]:
     return seconds, models[0].get_parameter(COMPARED).detach()
 
 
+def _import(modules: tuple[str, ...], packages: tuple[str, ...] = ()) -> None:
+    """Import modules, and all modules of packages, as far as there are any for this device."""
+    for name in modules:
+        with contextlib.suppress(ImportError, OSError, RuntimeError):  # none, or one for another CUDA
+            importlib.import_module(name)
+    for name in packages:
+        _import(
+            tuple(found.name for found in pkgutil.walk_packages(importlib.import_module(name).__path__, name + "."))
+        )
+
+
 def _timed(load: Any) -> float:
     if DEVICE == "cuda":
-        torch.zeros(1, device="cuda")
+        square = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+        square @ square  # starts cuBLAS
         torch.cuda.synchronize()
     started = time.perf_counter()
     load()

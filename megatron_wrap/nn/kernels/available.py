@@ -33,11 +33,15 @@ def can_normalize(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and fits and has_triton()
 
 
-def layer_kernels(device: torch.device) -> LayerKernels:
-    """The kernels that replace functions of Megatron-Core on a device; none on a CPU."""
+def layer_kernels(device: torch.device, training: bool = True) -> LayerKernels:
+    """The kernels that replace functions of Megatron-Core on a device; none on a CPU.
+
+    Args:
+        training: False leaves out those of the backward pass; whether the device has them is asked by a product.
+    """
     if device.type != "cuda":
         return LayerKernels()
-    weight_gradients = WeightGradients if can_accumulate_weight_gradients(device) else None
+    weight_gradients = WeightGradients if training and can_accumulate_weight_gradients(device) else None
     if not has_triton():
         return LayerKernels(weight_gradients=weight_gradients)
     from megatron_wrap.nn.kernels.rotary import apply_rotary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -105,6 +106,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
+@functools.cache  # a file with hundreds of lines is parsed for it
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

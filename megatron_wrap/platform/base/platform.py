@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -73,7 +74,7 @@ class Platform(ABC):
     def __init__(self) -> None:
         self._replacements = Replacements()
         self._installed = False
-        self._kernels: LayerKernels | None = None
+        self._kernels = LayerKernels()
 
     @property
     @abstractmethod
@@ -125,13 +126,14 @@ class Platform(ABC):
     def uninstall(self) -> None:
         """Restore what `install` replaced; a second call does nothing."""
         self._replacements.close()
-        self._installed, self._kernels = False, None
+        self._installed, self._kernels = False, LayerKernels()
 
     def use_kernels(self, kernels: LayerKernels) -> None:
-        """Make Megatron-Core's layers call these kernels until `uninstall`; only the first call has an effect."""
-        if self._kernels is None:
-            self._kernels = kernels
-            layer_kernels.use(kernels, self._replacements)
+        """Make Megatron-Core's layers call these kernels until `uninstall`. A later call adds those that were None."""
+        names = [field.name for field in dataclasses.fields(kernels) if getattr(self._kernels, field.name) is None]
+        new = {name: getattr(kernels, name) for name in names}
+        layer_kernels.use(LayerKernels(**new), self._replacements)
+        self._kernels = dataclasses.replace(self._kernels, **new)
 
     def _use_deterministic_kernels(self, replacements: Replacements) -> None:
         import torch

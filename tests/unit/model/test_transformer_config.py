@@ -11,6 +11,7 @@ import torch
 from megatron_wrap.config import load_run_config
 from megatron_wrap.model.transformer_config import same_named, transformer_config
 from megatron_wrap.platform import choose_platform
+from megatron_wrap.platform.megatron_core.kernels import LayerKernels
 
 RUN = Path(__file__).parents[3] / "configs/tiny-llama-mock.yaml"
 ARCH = "megatron_lm.model.arch"
@@ -19,6 +20,30 @@ ARCH = "megatron_lm.model.arch"
 def build(*overrides: str) -> Any:
     choose_platform("cpu").install()
     return transformer_config(load_run_config(RUN, overrides), choose_platform("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("training", "overrides", "asked"),
+    [(True, [], True), (False, [], False), (False, [f"{ARCH}.gradient_accumulation_fusion=true"], True)],
+)
+def test_only_training_asks_for_sums_of_weight_gradients(
+    monkeypatch: pytest.MonkeyPatch, training: bool, overrides: list[str], asked: bool
+) -> None:
+    """The answer needs a product on the GPU, which starts cuBLAS."""
+    calls: list[bool] = []
+
+    def layer_kernels(device: torch.device, with_gradients: bool) -> LayerKernels:
+        calls.append(with_gradients)
+        return LayerKernels(weight_gradients=object() if with_gradients else None)
+
+    monkeypatch.setattr("megatron_wrap.model.transformer_config.layer_kernels", layer_kernels)
+    platform = choose_platform("cpu")
+    monkeypatch.setattr(platform, "use_kernels", lambda kernels: None)
+    monkeypatch.setattr(platform, "refuse_unsafe", lambda *settings: None)  # the CPU refuses the sums
+    platform.install()
+    built = transformer_config(load_run_config(RUN, overrides), platform, training)
+    assert calls == [asked]
+    assert built.gradient_accumulation_fusion == asked
 
 
 def test_fields_of_the_same_name_are_passed() -> None:

@@ -49,6 +49,25 @@ def test_kernels_are_called_and_undone(platform):
     assert [getattr(module, name) for module, name in replaced] + [rope_utils.fused_apply_rotary_pos_emb] == before
 
 
+def test_a_later_call_adds_the_kernels_that_the_first_one_left_out(platform):
+    """A model that is only evaluated leaves out those of the backward pass, and the same object may train then."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import layers
+
+    before, products = (rope_utils.fused_apply_rotary_pos_emb, layers._grad_accum_fusion_available), object()
+    try:
+        platform.use_kernels(LayerKernels(rotary=len))
+        assert layers._grad_accum_fusion_available == before[1]
+        platform.use_kernels(LayerKernels(rotary=abs, weight_gradients=products))
+        assert rope_utils.fused_apply_rotary_pos_emb is len
+        platform.use_kernels(LayerKernels(rotary=len))
+        assert layers.fused_weight_gradient_mlp_cuda is products
+        assert layers._grad_accum_fusion_available
+    finally:
+        platform.uninstall()
+    assert (rope_utils.fused_apply_rotary_pos_emb, layers._grad_accum_fusion_available) == before
+
+
 @pytest.mark.parametrize("case", ["cpu", "bias"])
 def test_megatron_core_computes_what_the_kernel_does_not(platform, case):
     from megatron.core.transformer import mlp
