@@ -88,6 +88,9 @@ class CheckedOptimizer(ChainedOptimizer):
         if self._overflow:
             return False, 0.0, 0
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else 0
+        thresholds = (getattr(part.config, "grad_norm_skip_threshold", math.inf) for part in self.chained_optimizers)
+        if self._grad_norm > min(thresholds):
+            return False, self._grad_norm, num_zeros
         for part in self.chained_optimizers:
             limit = part.config.clip_grad
             if part.optimizer is not None:  # the factor is that of Megatron-Core's clip_grad_by_total_norm_fp32

@@ -240,6 +240,15 @@ def test_fused_clipping_trains_alike(dtype):
     assert all(torch.equal(*pair) for pair in zip(weights, expected, strict=True))
 
 
+def test_fused_clipping_skips_a_step_above_megatron_core_s_threshold():
+    with started("megatron_lm.train.optimizer.fused_clipping=true") as wrap:
+        weights = [parameter.detach().clone() for parameter in wrap.state.chunks[0].parameters()]
+        for part in wrap.state.optimizer.chained_optimizers:
+            part.config.grad_norm_skip_threshold = 1e-6
+        assert wrap.train(data()[:4])["grad_norm"] > 1e-6
+        assert all(torch.equal(*pair) for pair in zip(wrap.state.chunks[0].parameters(), weights, strict=True))
+
+
 def test_a_batch_of_another_size_is_refused_and_the_run_continues():
     with started() as wrap:
         for wrong in (data()[:3], data()[:8], []):
