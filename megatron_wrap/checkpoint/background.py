@@ -133,7 +133,8 @@ class BackgroundSaves:
         save = self._save
         failure = None
         if save is not None:
-            self._log_waiting(save)
+            if save.publication is not None and save.publication.is_alive():
+                logger.info_rank_0(f"waiting for the save of iteration {save.iteration}")
             failure = self._own_failure(save, timeout=None)
         failures = [text for text in gather_objects(failure) if text]
         result = None
@@ -197,10 +198,6 @@ class BackgroundSaves:
                 f"asynchronous saves: {self.copy.num_bytes / 2**20:,.1f} MiB of host memory on each rank for the copy "
                 "of its part of the state"
             )
-
-    def _log_waiting(self, save: _Save) -> None:
-        if save.publication is not None and save.publication.is_alive():
-            logger.info_rank_0(f"waiting for the save of iteration {save.iteration}")
 
 
 class _Save:

@@ -70,7 +70,9 @@ def model_entries(
         entries[name] = {
             key: entry
             for key, entry in whole.items()
-            if key not in copies and (kept[is_of_adapter(key)] or _has_scales(key, entry))
+            # the extra state of a layer of Transformer Engine; Megatron-Core's own layers have empty ones
+            if key not in copies
+            and (kept[is_of_adapter(key)] or (key.endswith("_extra_state") and entry.data is not None))
         }
         if copies and base:
             entries[name] |= {
@@ -80,11 +82,6 @@ def model_entries(
             per_layer = model.sharded_state_dict(metadata={**metadata, "non_homogeneous_layers": True})
             entries[name] |= {key: replace(per_layer[key], key=SAVED_MODULES + per_layer[key].key) for key in copies}
     return entries
-
-
-def _has_scales(key: str, entry: Any) -> bool:
-    """Whether it is the extra state of a layer of Transformer Engine; Megatron-Core's own layers have empty ones."""
-    return key.endswith("_extra_state") and entry.data is not None
 
 
 def is_of_adapter(name: str) -> bool:
@@ -231,12 +228,12 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
     for name, chunk in zip([name for name in loaded if name.startswith("model")], chunks, strict=True):
         extra_states = [(key, entry) for key, entry in loaded[name].items() if key.endswith("_extra_state")]
         with readable_scales(extra_states):
-            tensors, originals = _split_originals(loaded[name])
+            tensors = {key: value for key, value in loaded[name].items() if not key.startswith(_ORIGINAL)}
             missing, unexpected = bare_model(chunk).load_state_dict(tensors, strict=False)
         copies = trained_copies(bare_model(chunk))
         for key, copy in copies.items():
-            if key in originals:
-                copy.original.copy_(originals[key])
+            if _ORIGINAL + key in loaded[name]:
+                copy.original.copy_(loaded[name][_ORIGINAL + key])
                 if key not in tensors:  # a checkpoint of the base alone
                     copy.parameter.copy_(copy.original)
         # a checkpoint may contain only the adapter or only its base
@@ -249,13 +246,6 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
                 f"the checkpoint is from another model: {wrong[0]} is only in the "
                 f"{'model' if wrong[0] in missing else 'checkpoint'}; use the architecture of the checkpoint"
             )
-
-
-def _split_originals(loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A chunk's tensors by name, and the originals of those that are trained whole."""
-    tensors = {key: value for key, value in loaded.items() if not key.startswith(_ORIGINAL)}
-    originals = {key.removeprefix(_ORIGINAL): value for key, value in loaded.items() if key.startswith(_ORIGINAL)}
-    return tensors, originals
 
 
 def _metadata(parallel: ParallelState) -> dict[str, Any]:

@@ -79,16 +79,12 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
     """
     iteration = saved_iteration(_of(state), state.progress)
     stores = [CheckpointStore(Path(folder) / REFERENCE), CheckpointStore(Path(folder).parent / REFERENCE)]
-    checkpoint = on_rank_0(
-        lambda: next(
-            (
-                str(store.find(iteration) or store.folder_of(iteration))
-                for store in stores
-                if iteration in store.present()
-            ),
-            None,
-        )
-    )
+
+    def find() -> str | None:
+        stored = (store for store in stores if iteration in store.present())
+        return next((str(store.find(iteration) or store.folder_of(iteration)) for store in stored), None)
+
+    checkpoint = on_rank_0(find)
     if checkpoint is None:
         return False
     load_weights(state, checkpoint)

@@ -29,14 +29,8 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.state.state import TrainingState
 
 _OF_THE_RUN = (
-    *(
-        "make_vocab_size_divisible_by",
-        "transformer_impl",
-        "attention_softmax_in_fp32",
-        "experts_impl",
-        "moe_grouped_gemm",
-    ),
-    *("moe_token_dispatcher_type", *sorted(TRAINING_KEYS)),
+    *("make_vocab_size_divisible_by", "transformer_impl", "attention_softmax_in_fp32", "experts_impl"),
+    *("moe_grouped_gemm", "moe_token_dispatcher_type", *sorted(TRAINING_KEYS)),
 )
 """Keys of the architecture that choose kernels and training, not the model: all models of a run have the same."""
 

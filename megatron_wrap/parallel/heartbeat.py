@@ -39,16 +39,14 @@ class Heartbeat:
         self._facts = {"rank": rank, "process": os.getpid(), "host": socket.gethostname()}
         self._ends = threading.Event()
         with contextlib.suppress(OSError):
-            earlier, _stacks[:] = (
-                list(_stacks),
-                [os.open(folder / STACKS.format(rank), os.O_WRONLY | os.O_CREAT, 0o600)],
-            )
+            stacks = os.open(folder / STACKS.format(rank), os.O_WRONLY | os.O_CREAT, 0o600)
+            earlier, _stacks[:] = list(_stacks), [stacks]
             if signal.getsignal(STACKS_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN):
                 # for the rest of the process: without a handler, a signal of the launcher would end it, also while
                 # Python ends, which restores what was there before faulthandler's
                 with contextlib.suppress(ValueError):  # not the main thread
                     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
-                faulthandler.register(STACKS_SIGNAL, file=_stacks[0])
+                faulthandler.register(STACKS_SIGNAL, file=stacks)
             for descriptor in earlier:
                 os.close(descriptor)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()

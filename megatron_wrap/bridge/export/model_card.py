@@ -68,7 +68,7 @@ def card_text(
         "Trained with [megatron-wrap](https://pypi.org/project/megatron-wrap/).",
         "## Training",
         _table(("", ""), rows),
-        _code(published(record["command"])),
+        f"```sh\n{published(record['command'])}\n```",
         "## Options of the flow",
         _table(("option", "value"), {name: _option(name, value) for name, value in record["flow_options"].items()}),
     ]
@@ -176,10 +176,6 @@ def _code_span(text: str) -> str:
     """Code in a cell of a table, on one line."""
     fence = "``" if "`" in text else "`"
     return f"{fence}{' '.join(text.split())}{fence}".replace("|", "\\|")
-
-
-def _code(text: str) -> str:
-    return f"```sh\n{text}\n```"
 
 
 def _table(head: tuple[str, str], rows: Mapping[str, Any]) -> str:

@@ -235,13 +235,9 @@ def _finish(
     vision: KeptVision | None,
 ) -> None:
     """The last part of an export, on rank 0 when all shards are written: index, tokenizer and configuration files."""
+    single_beside_vision = _BESIDE_VISION.format(suffix="")
     for old in target.iterdir():  # an earlier export with another number of shards
-        stale = _SHARDS.fullmatch(old.name) or old.name in (
-            SINGLE,
-            INDEX,
-            VISION_FILE,
-            _BESIDE_VISION.format(suffix=""),
-        )
+        stale = _SHARDS.fullmatch(old.name) or old.name in (SINGLE, INDEX, VISION_FILE, single_beside_vision)
         if stale and old.name not in split.filename_to_tensors:
             old.unlink()
     metadata, files = split.metadata, split.tensor_to_filename

@@ -91,7 +91,7 @@ class Mapping:
     def local_shape(self, size: int) -> tuple[int, ...]:
         """Shape of one rank's shard with tensor-parallel size `size`, without padding."""
         length = sum(run.stop - run.start for part in self.parts for run in part)
-        return self._shape(length // size if self.split else length)
+        return tuple(stop for _, stop in self._local_region(0, length // size if self.split else length))
 
     def pieces(self, local_shape: Sequence[int], rank: int, size: int) -> list[Piece]:
         """The pieces of the shard of `rank` out of `size` tensor-parallel ranks, in the shard's order. If the local
@@ -126,11 +126,6 @@ class Mapping:
                     pieces.append(Piece(run.name, region, local, *how))
                 before += length
         return pieces
-
-    def _shape(self, length: int) -> tuple[int, ...]:
-        if self.other is None:
-            return (length,)
-        return (length, self.other) if self.along == 0 else (self.other, length)
 
     def _local_region(self, start: int, stop: int) -> Region:
         if self.other is None:
@@ -194,12 +189,9 @@ def query_key_value(
     key_start = heads * width if fused else 0
     value_start = key_start + groups * width if fused else 0
     queries = heads // groups * width
-    runs: list[Run] = []
-    for group in range(groups):
-        runs.append(Run(query, group * queries, (group + 1) * queries))
-        for name, start in ((key, key_start), (value, value_start)):
-            runs.append(Run(name, start + group * width, start + (group + 1) * width))
-    return Mapping((tuple(runs),), columns)
+    first_key, first_value = Run(key, key_start, key_start + width), Run(value, value_start, value_start + width)
+    parts = [(Run(query, 0, queries), queries), (first_key, width), (first_value, width)]
+    return by_head(parts, groups, columns)
 
 
 def gated_query_key_value(
@@ -207,14 +199,11 @@ def gated_query_key_value(
 ) -> Mapping:
     """As `query_key_value` with a gate for each query head. In the tensor `query` a head's query precedes its gate; the
     rows of a group are its queries, their gates, its key, its value."""
-    queries = heads // groups
-    runs: list[Run] = []
-    for group in range(groups):
-        starts = [2 * head * width for head in range(group * queries, (group + 1) * queries)]
-        runs += [Run(query, start, start + width) for start in starts]
-        runs += [Run(query, start + width, start + 2 * width) for start in starts]
-        runs += [Run(name, group * width, (group + 1) * width) for name in (key, value)]
-    return Mapping((tuple(runs),), columns)
+    rows_of_group = heads // groups * 2 * width
+    starts = [*range(0, rows_of_group, 2 * width), *range(width, rows_of_group, 2 * width)]  # queries, then gates
+    parts = [(Run(query, start, start + width), rows_of_group) for start in starts]
+    parts += [(Run(name, 0, width), width) for name in (key, value)]
+    return by_head(parts, groups, columns)
 
 
 def by_head(parts: Sequence[tuple[Run, int]], heads: int, columns: int | None = None) -> Mapping:

@@ -6,6 +6,7 @@ however that ends. On CUDA it is page-locked.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ class HostCopy:
         if num_bytes <= self.num_bytes:
             return
         needed, available = (num_bytes - self.num_bytes) * self._processes, available_memory()
-        if available is not None and needed > available:
+        if needed > available:
             raise CheckpointError(
                 f"the copy for asynchronous saves needs {needed / 2**30:.1f} GiB more memory on this host, which has "
                 f"{available / 2**30:.1f} GiB available; set megatron_wrap.checkpoint.async_save: false"
@@ -114,18 +115,14 @@ class HostCopy:
             self._locked = 0
 
 
-def available_memory() -> int | None:
-    """Bytes that this host can give without swapping, or its control group if that is less; None if unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None
+def available_memory() -> int:
+    """Bytes that this host can give without swapping, or its control group if that is less."""
+    import psutil
+
+    available: int = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no control group, or no limit ("max")
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = int((group / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
         available = min(available, int((group / "memory.max").read_text()) - used)
-    except (OSError, ValueError):  # no control group, or no limit ("max")
-        pass
     return available
