@@ -61,27 +61,24 @@ class RunExport:
         if state.config.adapter.adapter_type != "none" and not merge:
             if vision is not None:
                 raise ConfigError("keep_vision writes a whole model, and an adapter is exported alone; set merge")
-            return self._save_adapter(folder, hf_format, dtype)
-        stream = self._stream(hf_format, dtype)
-        target = save_pretrained(stream, hf_format, state.parallel, folder, self._tokenizer, max_shard_size, vision)
+            kind, target = "adapter", self._save_adapter(folder, hf_format, dtype)
+        else:
+            kind, stream = "Hugging Face folder", self._stream(hf_format, dtype)
+            target = save_pretrained(stream, hf_format, state.parallel, folder, self._tokenizer, max_shard_size, vision)
         on_rank_0(lambda: self._write_card(target), f"{target}: the model card cannot be written: {{}}")
         iteration = self._iteration
-        logger.info_rank_0(f"Hugging Face folder{'' if iteration is None else f' of iteration {iteration}'}: {target}")
+        logger.info_rank_0(f"{kind}{'' if iteration is None else f' of iteration {iteration}'}: {target}")
         return target
 
     def _save_adapter(
         self, folder: str | os.PathLike[str], hf_format: ExportFormat, dtype: str | torch.dtype | None
     ) -> Path:
-        state = self._state
-        config = state.config
+        state, config = self._state, self._state.config
         layers = layers_with_adapters(config, state.shape.vocab_size)
         values = peft_config(layers, config.adapter, config.model_provider.hf_path, task_type(hf_format.family))
         stream = self._stream(hf_format, dtype, adapter=True)
         copies = tied_copies(hf_format.family.parameters(hf_format.arch), config.adapter)
-        target = save_adapter(stream, values, state.parallel, folder, self._tokenizer, copies)
-        on_rank_0(lambda: self._write_card(target), f"{target}: the model card cannot be written: {{}}")
-        logger.info_rank_0(f"adapter of iteration {self._iteration}: {target}")
-        return target
+        return save_adapter(stream, values, state.parallel, folder, self._tokenizer, copies)
 
     @property
     def _iteration(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -40,14 +41,8 @@ def precompute(
     writer: list[PrecomputedWriter] = []  # on rank 0 only
     facts = facts_of(state.flow, state.config)
     on_rank_0(lambda: writer.append(PrecomputedWriter(folder, facts)))
-    batch: list[tuple[bytes, Any]] = []
-    count = 0
-    for item in _distinct(state.prepare_sample, samples, skip_bad):
-        batch.append(item)
-        if len(batch) == state.config.train.global_batch_size:
-            count += _store(state, batch, writer, role)
-            batch = []
-    if batch:
+    count, distinct = 0, _distinct(state.prepare_sample, samples, skip_bad)
+    while batch := list(itertools.islice(distinct, state.config.train.global_batch_size)):
         count += _store(state, batch, writer, role)
     if not count:
         raise DataError("there is no sample to precompute; give megatron_wrap.data.train or validation")

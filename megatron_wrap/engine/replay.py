@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.parallel.collectives import gather_objects
 
+Key = TypeVar("Key")
 _LISTED = 5
 """Samples of a micro-batch that are listed."""
 
@@ -95,22 +97,16 @@ def sample_of_largest_loss(state: TrainingState, step: OpenStep) -> str:
     """
     samples, parallel = state.with_cursor(step.samples), state.parallel
     with _unchanged(state, step):
-        losses: list[float] = []
         groups = _groups(state, step, samples)
-        for group in groups:
-            losses += _mean_losses(state, step, group)
+        losses = [loss for group in groups for loss in _mean_losses(state, step, group)]
+        sums = _summed(state, [((number, parallel.dp.rank), loss) for number, loss in enumerate(losses)])
         indices = [micro_batch.sample_indices for group in groups for micro_batch in group]
-        by_rank = gather_objects((parallel.dp.rank, losses if parallel.counts_once else None, indices))
-        sums: dict[tuple[int, int], float] = {}  # (micro-batch, replica) -> sum over context-parallel ranks
-        members: dict[tuple[int, int], tuple[int, ...]] = {}
-        for replica, values, of_replica in by_rank:
-            for number, value in enumerate(values or ()):
-                sums[number, replica] = sums.get((number, replica), 0.0) + value
-                members[number, replica] = of_replica[number]
-        largest = max(sums, key=lambda key: (bool(members[key]), sums[key]))
-        sample = _largest_alone(state, step, samples, members[largest])
-    name = _micro_batch(state, largest[0], len(indices), largest[1])
-    return f"{name}, {_described(samples, members[largest], (sample,))}"
+        of_replicas = dict(gather_objects((parallel.dp.rank, indices)))
+        number, replica = max(sums, key=lambda key: (bool(of_replicas[key[1]][key[0]]), sums[key]))
+        members = of_replicas[replica][number]
+        sample = _largest_alone(state, step, samples, members)
+    name = _micro_batch(state, number, len(indices), replica)
+    return f"{name}, {_described(samples, members, (sample,))}"
 
 
 def _mean_losses(state: TrainingState, step: OpenStep, local: list[MicroBatch]) -> list[float]:
@@ -131,15 +127,20 @@ def _largest_alone(state: TrainingState, step: OpenStep, samples: Sequence[Any],
     """The index of the sample with the largest loss in a micro-batch of its own. Collective."""
     if len(indices) == 1:
         return indices[0]
-    losses: list[tuple[float, int]] = []
+    losses: list[tuple[int, float]] = []
     for run, local in _runs_of_one(state, step, samples, indices):
-        losses += zip(_mean_losses(state, step, local), [mb.sample_indices[0] for mb in run], strict=False)
-    by_rank = gather_objects(losses if state.parallel.counts_once else [])
-    sums: dict[int, float] = {}
-    for of_rank in by_rank:  # of all context-parallel ranks, and equal ones of all replicas
-        for value, index in of_rank:
-            sums[index] = sums.get(index, 0.0) + value
+        losses += zip([mb.sample_indices[0] for mb in run], _mean_losses(state, step, local), strict=False)
+    sums = _summed(state, losses)
     return max(sums, key=lambda index: sums[index])
+
+
+def _summed(state: TrainingState, losses: list[tuple[Key, float]]) -> dict[Key, float]:
+    """Losses by key, summed over all context-parallel ranks, and equal ones over all replicas. Collective."""
+    sums: dict[Key, float] = defaultdict(float)
+    for of_rank in gather_objects(losses if state.parallel.counts_once else []):
+        for key, value in of_rank:
+            sums[key] += value
+    return sums
 
 
 def _micro_batch(state: TrainingState, number: int, count: int, replica: int) -> str:

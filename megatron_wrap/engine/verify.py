@@ -232,14 +232,8 @@ def _transformers(
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """transformers' outputs of the embedding and the layers for the first sequence, and the logits of all sequences, on
     the CPU."""
-    config = _configuration(folder)
-    model = (
-        _model_class(folder)
-        .from_pretrained(
-            folder.folder, config=config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-        )
-        .eval()
-    )
+    options = {"config": _configuration(folder), "dtype": dtype, "attn_implementation": "eager"}
+    model = _model_class(folder).from_pretrained(folder.folder, trust_remote_code=False, **options).eval()
     layers = getattr(model.base_model, "layers", None) or model.base_model.h
     logits = []
     named = {f"layer {number}": layer for number, layer in enumerate(layers)}

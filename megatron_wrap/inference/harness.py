@@ -115,18 +115,9 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each whole text, in windows of `max_length` tokens."""
-        windows = [
-            [
-                make_disjoint_window(window)
-                for window in get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=self.max_length,
-                    context_len=1,
-                )
-            ]
-            for request in requests
-        ]
+        sizes = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
+        rolling = (get_rolling_token_windows(self.tok_encode(request.args[0]), **sizes) for request in requests)
+        windows = [[make_disjoint_window(window) for window in of_text] for of_text in rolling]
         scores = iter(self._scores(window for of_text in windows for window in of_text))
         sums = [sum(next(scores).log_prob for _ in of_text) for of_text in windows]
         for request, log_prob in zip(requests, sums, strict=True):

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.config import RunConfig
+from megatron_wrap.config.checks.vocabulary import model_vocab_size, small_tokenizer
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.core.validation.candidate import Candidate, Note
+from megatron_wrap.data.sources.rows import converted
 from megatron_wrap.errors import DataError, Mistakes
 from megatron_wrap.metrics.number_format import counted
 
@@ -59,10 +61,8 @@ def check_lengths(config: RunConfig) -> None:
     refuses = config.flow.options.get("truncation") == "refuse" and config.data.on_bad_sample == "error"
     if not derived.has_sources(config.data) or not refuses:
         return
-    from megatron_wrap.config.checks.vocabulary import model_vocab_size
     from megatron_wrap.data.chat.tokenizer import run_tokenizer
     from megatron_wrap.data.order.sample_sets import open_source
-    from megatron_wrap.data.sources.rows import converted
     from megatron_wrap.engine.setup.flow import build_flow
 
     tokenizer = run_tokenizer(config.data)
@@ -119,8 +119,6 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
 def data_warnings(config: RunConfig, tokenizer: Any) -> Iterator[str]:
     """What a run warns about before its first step: a tokenizer much smaller than the model's vocabulary, and parts of
     messages that the chat template drops. Reads files only."""
-    from megatron_wrap.config.checks.vocabulary import small_tokenizer
-
     yield from filter(None, [small_tokenizer(config.arch, tokenizer)])
     yield from dropped_by_template(config, tokenizer)
 
@@ -155,7 +153,6 @@ def _rendered(
 ) -> tuple[list[Any], list[DataError]]:
     """The prepared first rows of a source, and why others cannot be used, except what `check_data` reports."""
     from megatron_wrap.data.order.sample_sets import each_row
-    from megatron_wrap.data.sources.rows import converted
 
     prepared: list[Any] = []
     bad: list[DataError] = []

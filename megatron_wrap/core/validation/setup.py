@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 
 from megatron_wrap.config import RunConfig
+from megatron_wrap.config.checks.vocabulary import grown_vocabulary, model_vocab_size, small_tokenizer
+from megatron_wrap.config.schema import derived
 from megatron_wrap.core.validation.candidate import Candidate, Note
 from megatron_wrap.metrics.number_format import counted
 
@@ -18,8 +20,6 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
             entries than the model. CheckpointError: the checkpoint has another vocabulary.
     """
     from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, starting_checkpoint
-    from megatron_wrap.config.checks.vocabulary import grown_vocabulary, model_vocab_size, small_tokenizer
-    from megatron_wrap.config.schema import derived
     from megatron_wrap.data.chat.prompts import prompt_token_ids
     from megatron_wrap.data.chat.tokenizer import run_tokenizer
     from megatron_wrap.data.indexed.windows import check_tokens
@@ -52,7 +52,6 @@ def check_platform(candidate: Candidate) -> Iterator[Note]:
         PlatformError: the platform lacks what the configuration requires, or Megatron-Core rejects it. ConfigError: an
             unknown model provider or metric logger.
     """
-    from megatron_wrap.config.schema import derived
     from megatron_wrap.model.provider import MegatronModelProviderEntry
     from megatron_wrap.model.transformer_config import transformer_config, use_transformer_engine
     from megatron_wrap.plan.pipeline_split import with_split

@@ -19,7 +19,7 @@ from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
+from megatron_wrap.parallel.collectives import all_reduce_values, gather_objects
 from megatron_wrap.platform.megatron_core.generation import whole_sequences
 
 if TYPE_CHECKING:
@@ -251,11 +251,9 @@ def _choose(logits: Tensor, rows: list[_Row], rule: SamplingRule) -> Tensor:
 
 def _all_done(rows: list[_Row], dp_group: ProcessGroup | None, device: torch.device) -> bool:
     """Whether every row is finished, on all processes of the group if there is one."""
-    unfinished = any(row.finish_reason is None for row in rows)
+    unfinished = float(any(row.finish_reason is None for row in rows))
     if dp_group is not None:
-        flag = torch.tensor([unfinished], dtype=torch.int32, device=device)
-        reduce_in_place(flag, "max", dp_group)
-        unfinished = bool(flag.item())
+        (unfinished,) = all_reduce_values([unfinished], dp_group, device)
     return not unfinished
 
 
