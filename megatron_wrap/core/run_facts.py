@@ -8,21 +8,19 @@ import os
 import platform as host
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_wrap.bridge.export.training_record import package_versions
 from megatron_wrap.checkpoint.content import layout_facts
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import DataError
 from megatron_wrap.hidden_secrets import without_secrets
 from megatron_wrap.report.run_files import read_run_files
 from megatron_wrap.utils.atomic_write import write_atomically
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.logger_errors import refuse_unwritable
-
-if TYPE_CHECKING:
-    from megatron_wrap.engine.state.state import TrainingState
 
 FILE_NAME = "run.json"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.batches.sample_sharing import rows_in_order
@@ -28,9 +29,6 @@ from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.ops.deferred_logits import whole_logits
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_tensors
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> dict[str, float]:

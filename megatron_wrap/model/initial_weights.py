@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.model.fp8_parameters import writable
 from megatron_wrap.model.random_numbers import key_of, normal
-
-if TYPE_CHECKING:
-    from megatron_wrap.parallel.state import Axis
+from megatron_wrap.parallel.state import Axis
 
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
 """Elements generated at once: fits a CPU's cache (12 ns per element, 150 ns with 2^24), and saturates a GPU with half a

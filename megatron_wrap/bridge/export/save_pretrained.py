@@ -10,7 +10,7 @@ import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -25,11 +25,9 @@ from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE
 from megatron_wrap.config.hugging_face import read_generation_config
 from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.parallel.agreement import agreed, on_rank_0
+from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.utils.atomic_write import atomic_file, write_atomically
 from megatron_wrap.utils.progress import WorkProgress
-
-if TYPE_CHECKING:
-    from megatron_wrap.parallel.state import ParallelState
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

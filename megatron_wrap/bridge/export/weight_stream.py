@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from megatron_wrap.model.fp8_parameters import in_high_precision
 from megatron_wrap.model.initial_weights import global_names, is_expert
 from megatron_wrap.nn.linear_layers.quantized_weights import quantized_of
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
-
-if TYPE_CHECKING:
-    from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.parallel.state import ParallelState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

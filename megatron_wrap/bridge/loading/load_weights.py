@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,8 @@ from megatron_wrap.bridge.mapping.model_parameters import BLOCK_BYTES, blocks, l
 from megatron_wrap.bridge.mapping.tensors import Piece, Region
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.model.fp8_parameters import writable
+from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
-
-if TYPE_CHECKING:
-    from megatron_wrap.parallel.state import ParallelState
-
 
 READERS = 8
 """Threads that read the next blocks for a GPU, at most; most of the time is the copy from the system's cache."""

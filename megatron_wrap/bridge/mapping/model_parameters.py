@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from megatron_wrap.bridge.mapping.tensors import Mapping, Piece, Region
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.initial_weights import global_names, is_expert, named_layers
-
-if TYPE_CHECKING:
-    from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.parallel.state import ParallelState
 
 BLOCK_BYTES = 32 * 2**20
 """Largest block of a tensor that is read, sent or written at once, in bytes: memory in addition to the model's."""

@@ -12,13 +12,10 @@ import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_wrap.checkpoint.files.writer import WriteJob
 from megatron_wrap.checkpoint.files.writing import write_files
 from megatron_wrap.utils.atomic_write import write_atomically
-
-if TYPE_CHECKING:
-    from megatron_wrap.checkpoint.files.writer import WriteJob
 
 _PARENT_SECONDS, _ALIVE_SECONDS = 0.5, 1.0
 

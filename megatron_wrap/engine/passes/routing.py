@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,12 +11,10 @@ from torch import Tensor
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.flow.contract.routing import RoutingShape
+from megatron_wrap.nn.experts.expert_choice import ExpertChoice
 from megatron_wrap.parallel import context
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
 from megatron_wrap.parallel.state import ParallelState
-
-if TYPE_CHECKING:
-    from megatron_wrap.nn.experts.expert_choice import ExpertChoice
 
 
 class RoutingReplay:
