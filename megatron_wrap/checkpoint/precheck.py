@@ -64,6 +64,14 @@ def find_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return _validated(store.folder_of(present[-1])) if present else None
 
 
+def existing_checkpoint(folder: str | os.PathLike[str]) -> Path:
+    """As `find_checkpoint`, and an error if there is none."""
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
+        raise CheckpointError(f"{folder}: contains no checkpoint; name a folder of checkpoints, or an iter_ folder")
+    return checkpoint
+
+
 @dataclass(frozen=True)
 class StartingCheckpoint:
     """The checkpoint that a run begins with."""

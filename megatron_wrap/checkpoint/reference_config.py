@@ -14,7 +14,7 @@ from megatron_wrap.bridge.export.adapted import with_other_adapter
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
 from megatron_wrap.bridge.loading.hub import read_run_content
 from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
-from megatron_wrap.checkpoint.precheck import find_checkpoint
+from megatron_wrap.checkpoint.precheck import existing_checkpoint, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.hugging_face import HF_PATH, TRAINING_KEYS, read_hugging_face_config
@@ -22,7 +22,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.run import ModelsConfig, RunConfig
-from megatron_wrap.errors import CheckpointError, ConfigError, LayoutError, MegatronWrapError
+from megatron_wrap.errors import ConfigError, LayoutError, MegatronWrapError
 from megatron_wrap.metrics.number_format import counted
 
 if TYPE_CHECKING:
@@ -148,9 +148,7 @@ def _of_hugging_face(config: RunConfig, hf_path: str) -> RunConfig:
 
 
 def _of_checkpoint(config: RunConfig, folder: str) -> RunConfig:
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None:
-        raise CheckpointError(f"there is no checkpoint in {folder}; set checkpoint to a folder with checkpoints")
+    checkpoint = existing_checkpoint(folder)
     config = dataclasses.replace(config, model_provider=dataclasses.replace(config.model_provider, hf_path=None))
     saved = read_saved_run(checkpoint)
     if saved is None:  # of Megatron-LM

@@ -20,7 +20,7 @@ from megatron_wrap.checkpoint.adapter import base_facts, check_adapter, check_ot
 from megatron_wrap.checkpoint.background import BackgroundSaves
 from megatron_wrap.checkpoint.files.store import RESOLVED, CheckpointStore, read_facts
 from megatron_wrap.checkpoint.files.verification import BlockVerification
-from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, find_checkpoint
+from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, existing_checkpoint
 from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, plan, read, write
@@ -354,11 +354,7 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    path = find_checkpoint(folder)
-    if path is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {folder}; set it to a folder with checkpoints, or to one iter_ folder"
-        )
+    path = existing_checkpoint(folder)
     tracked = CheckpointStore(folder).tracked()
     if tracked is not None and tracked.isdecimal() and path.name != f"iter_{int(tracked):07d}":
         logger.warning_rank_0(f"the newest checkpoint of {folder} is missing or incomplete; loading {path}")

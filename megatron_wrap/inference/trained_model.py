@@ -12,7 +12,7 @@ from megatron_wrap.bridge.loading.adapter_folder import adapter_base, adapter_ke
 from megatron_wrap.bridge.loading.hub import local_folder, read_run_content
 from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
 from megatron_wrap.checkpoint.files.store import RESOLVED
-from megatron_wrap.checkpoint.precheck import find_checkpoint
+from megatron_wrap.checkpoint.precheck import existing_checkpoint
 from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.hugging_face import CONFIG_FILES, read_hugging_face_config, resolve_folder
@@ -65,10 +65,7 @@ def checkpoint_of(run_or_checkpoint: str) -> Path:
         folder = save
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such run or checkpoint; name a run's YAML, or a folder of checkpoints")
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None:
-        raise CheckpointError(f"{folder}: contains no checkpoint")
-    return checkpoint
+    return existing_checkpoint(folder)
 
 
 def named_provider(source: str, overrides: Sequence[str] = ()) -> str | None:

@@ -23,14 +23,15 @@ class _Norm(nn.Module):
     """Base of both norms: parameters with their `sequence_parallel` attribute, and fp32 arithmetic."""
 
     bias: nn.Parameter | None
+    with_bias: bool
 
-    def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float, with_bias: bool) -> None:
+    def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float = 1e-5, **ignored: Any) -> None:
         super().__init__()
         self.eps = eps
         self.shape = (hidden_size,)
         self.zero_centered_gamma = bool(config.layernorm_zero_centered_gamma)
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        self.bias = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype)) if with_bias else None
+        self.bias = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype)) if self.with_bias else None
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.reset_parameters()
@@ -67,8 +68,7 @@ class RMSNorm(_Norm):
     Other keyword arguments of Megatron-Core are ignored. The parameters are created on torch's default device.
     """
 
-    def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float = 1e-5, **ignored: Any) -> None:
-        super().__init__(config, hidden_size, eps, with_bias=False)
+    with_bias = False
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in fp32."""
@@ -86,8 +86,7 @@ class LayerNorm(_Norm):
     Arguments as for `RMSNorm`.
     """
 
-    def __init__(self, config: "TransformerConfig", hidden_size: int, eps: float = 1e-5, **ignored: Any) -> None:
-        super().__init__(config, hidden_size, eps, with_bias=True)
+    with_bias = True
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in fp32."""

@@ -137,6 +137,21 @@ def need(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
+def layers_of_kind(config: Mapping[str, Any], key: str, kinds: tuple[str, str], default: Sequence[str]) -> list[int]:
+    """1 for each layer that is of the first kind in a list of config.json, 0 for each of the second.
+
+    Args:
+        default: kind of each layer where the list is missing.
+
+    Raises:
+        UnsupportedModel: another kind, or not one for each layer.
+    """
+    given = config.get(key) or default
+    if len(given) != len(default) or set(given) - set(kinds):
+        raise UnsupportedModel(f"{key} must be {kinds[0]} or {kinds[1]} for each of the {len(default)} layers")
+    return [int(kind == kinds[0]) for kind in given]
+
+
 def refuse_unless(config: Mapping[str, Any], **expected: Any) -> None:
     """Compare values of config.json with the only ones that are supported; a missing value is accepted.
 

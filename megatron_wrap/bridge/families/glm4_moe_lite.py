@@ -5,19 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_wrap.bridge.families import deepseek_v3
+from megatron_wrap.bridge.families.decoder import layers_of_kind
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.errors import UnsupportedModel
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     values = deepseek_v3.FAMILY.arch_values({"first_k_dense_replace": 1, **config})  # transformers' default
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
+    if not config.get("mlp_layer_types"):
         return values
-    layers = values["num_layers"]
-    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise UnsupportedModel(f"mlp_layer_types must contain dense or sparse for each of the {layers} layers")
-    return {**values, "moe_layer_freq": [int(kind == "sparse") for kind in kinds]}
+    kinds = layers_of_kind(config, "mlp_layer_types", ("sparse", "dense"), ["sparse"] * values["num_layers"])
+    return {**values, "moe_layer_freq": kinds}
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:

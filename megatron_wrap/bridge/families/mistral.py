@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, every_nth, llama_table
+from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, every_nth, layers_of_kind, llama_table
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.derived import window_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.errors import UnsupportedModel
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Names in `layer_types`."""
@@ -30,11 +29,8 @@ def layer_windows(config: Mapping[str, Any], layers: int, *, full_every: int) ->
     Args:
         full_every: without `layer_types`, each layer whose number, from 1, is a multiple of it attends to all tokens.
     """
-    default = (FULL if number % full_every == 0 else SLIDING for number in range(1, layers + 1))
-    kinds = config.get("layer_types") or [*default]
-    if len(kinds) != layers or set(kinds) - {SLIDING, FULL}:
-        raise UnsupportedModel(f"layer_types must be {SLIDING} or {FULL} for each of the {layers} layers")
-    full = [int(kind == FULL) for kind in kinds]
+    default = [FULL if number % full_every == 0 else SLIDING for number in range(1, layers + 1)]
+    full = layers_of_kind(config, "layer_types", (FULL, SLIDING), default)
     if all(full) or config.get("sliding_window") is None:
         return {"window_size": None, "window_attn_skip_freq": None}
     skipped = None if not any(full) else every_nth(full) or [1 - each for each in full]

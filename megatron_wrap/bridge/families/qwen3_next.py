@@ -19,7 +19,6 @@ from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run
 from megatron_wrap.config.schema.derived import linear_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.errors import UnsupportedModel
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _SIZES: Mapping[str, int] = {
@@ -34,16 +33,13 @@ def hybrid_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unless(config, attention_bias=False, attn_output_gate=True)
     values = decoder.decoder_values({"partial_rotary_factor": 0.25, "head_dim": 256, **config}, tied=False)
     interval = config.get("full_attention_interval") or 4  # transformers' defaults
-    kinds = config.get("layer_types") or [
-        LINEAR if (layer + 1) % interval else FULL for layer in range(values["num_layers"])
-    ]
-    if len(kinds) != values["num_layers"] or set(kinds) - {LINEAR, FULL}:
-        raise UnsupportedModel(f"layer_types must be {LINEAR} or {FULL} for each of {values['num_layers']} layers")
+    default = [LINEAR if number % interval else FULL for number in range(1, values["num_layers"] + 1)]
+    is_linear = decoder.layers_of_kind(config, "layer_types", (LINEAR, FULL), default)
     linear: dict[str, Any] = {}
-    if LINEAR in kinds:
+    if any(is_linear):
         linear = {
             "experimental_attention_variant": "gated_delta_net",
-            "linear_attention_freq": [int(kind == LINEAR) for kind in kinds],
+            "linear_attention_freq": is_linear,
             **{name: config.get(name, default) for name, default in _SIZES.items()},
         }
     return {
