@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -208,6 +210,19 @@ def seed_everything(seed: int, parallel: ParallelState, in_graphs: bool = False)
     model_parallel_cuda_manual_seed(stage_seed, **kind)
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """No search for reference cycles: the many new objects of a model would start one of all that was imported."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collections()
 def build_chunks(
     config: RunConfig,
     platform: Platform,

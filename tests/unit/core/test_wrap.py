@@ -6,6 +6,7 @@ Each test runs in a forked process with a group of its own.
 from __future__ import annotations
 
 import builtins
+import gc
 import json
 import logging
 import math
@@ -108,6 +109,17 @@ def test_close_ends_a_run_and_another_can_begin():
         with pytest.raises(MegatronWrapError, match=r"call wrap\.initialize\(\)"):
             wrap.train(data()[:4])
     assert losses[0] == losses[1]
+
+
+def test_a_model_is_built_without_searches_for_reference_cycles(monkeypatch):
+    def provider(request: Any) -> Any:
+        assert not gc.isenabled()
+        raise FlowError("no model")
+
+    monkeypatch.setattr("megatron_wrap.engine.setup.build.MegatronModelProviderEntry.get_provider", lambda _: provider)
+    with pytest.raises(FlowError, match="no model"), started():
+        pass
+    assert gc.isenabled()
 
 
 def test_each_run_chooses_its_attention_kernels():
