@@ -2,7 +2,8 @@
 # Layouts of two GPUs beside one GPU and the bare loop: tokens/s per GPU of the 1.5B Llama under data, tensor, context and
 # pipeline parallelism, of experts under expert parallelism, of 8B layers and in FP8; times of pipeline stages, profiles.
 #   bash scripts/benchmark/gpu_two.sh [1b|tiny]      (tiny: the same commands on two CPU processes)
-# The most important first, in at most LIMIT seconds (default 540; tiny 3,600); PARTS="tp cp-8192" measures these alone.
+# The most important first, in at most LIMIT seconds (default 540; tiny 3,600); PARTS="tp cp-8192" measures these alone,
+# and LIST=second a shorter list in 400 s: contexts, experts, a profile of tensor parallelism, and one of each other kind.
 # One start of the processes measures all, see `compare.py --tasks`. Lines are printed as they come and kept in
 # $OUT/results.txt (default outputs/gpu-two), with the report, the profiles and the ends of the logs.
 set -u
@@ -13,6 +14,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 CONSOLE_LOG
 export CUDA_DEVICE_MAX_CONNECTIONS=1  # kernels begin in the order in which they are queued
 export NCCL_NVLS_ENABLE=0 UB_SKIPMC=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1  # no multicast over NVLink
 export KINETO_LOG_LEVEL=99  # the profiler prints its start and end
+unset PYTHONDONTWRITEBYTECODE  # else each process compiles the packages that were installed without byte code
 
 arch=megatron_lm.model.arch parallel=megatron_lm.model.parallel common=megatron_lm.train.common dtype=megatron_lm.train.dtype
 step=$common.global_batch_size micro=$common.micro_batch_size
@@ -47,79 +49,112 @@ task() {  # NAME PRESET [options or a.b=c ...]
 }
 bare() { flags=(--against bare-best --flags "$1"); }  # the bare loop with these flags, which a search would find
 alone=(--against "")
+sizes_of() {  # a context of this length
+  sizes=(${dense/4096/32768} "$common.seq_length=$1" "$arch.max_position_embeddings=$1" "$micro=1" "$linear")
+}
 long=(--steps 3)  # of steps of two seconds and more
 
-# One GPU, the reference of all: both train by themselves, side by side
-bare "$fused"
-task one $dense --devices 1 $step=16 $micro=4 "${flags[@]}" --variant "ours-torch: $torch"
-bare "$fused,overlapped communication"
-task dp $dense $step=32 $micro=4 "${flags[@]}" --variant "ours-torch: $torch"
-# Tensor and sequence parallelism
-bare "$fused"
-task tp $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --variant "ours-torch: $torch"
-bare "$fused$buffers"
-task tp-overlap $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --only-variants \
-  --variant "ours-symmetric-memory: $torch $hidden" --variant "ours-user-buffers: $engine $hidden"
-# Pipeline stages: 8 and 16 micro-batches, one and two chunks a stage, layers by cost and even
-for count in 8 16; do
-  many=(); [ $count = 8 ] || many=("${long[@]}")
-  task pp-$count $dense $step=$((4 * count)) $micro=4 $pp=2 "${many[@]}" --against bare-best --flags "$fused" \
-    --changes "1 more on the first stage,2 more on the first stage" --variant "ours-even: $even"
-  task pp-$count-virtual $dense $step=$((4 * count)) $micro=4 $pp=2 $virtual=2 "${many[@]}" --against bare-best \
-    --flags "$fused" --variant "ours-even: $even"
-done
-# Context parallelism: one GPU and two, the same tokens per GPU and sequences; exchanges of both layer implementations
-for length in "${lengths[@]}"; do
-  sizes=(${dense/4096/32768} "$common.seq_length=$length" "$arch.max_position_embeddings=$length" "$micro=1" "$linear")
-  many=(); [ "$length" -le 8192 ] || many=("${long[@]}")
-  task cp-one-$length "${sizes[@]}" --devices 1 $step=$((tokens / length / 2)) "${many[@]}" "${alone[@]}" \
-    --variant "ours-torch: $torch"
-  bare "$fused"; [ "$size" = 1b ] || flags=("${alone[@]}")
-  task cp-$length "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${many[@]}" "${flags[@]}" --variant "ours-torch: $torch"
-  variants=()
-  for exchange in p2p all_gather a2a; do
-    kind=$parallel.cp_comm_type=$exchange
-    variants+=(--variant "ours-$exchange: $kind" --variant "ours-torch-$exchange: $torch $kind")
+everything() {
+  # One GPU, the reference of all: both train by themselves, side by side
+  bare "$fused"
+  task one $dense --devices 1 $step=16 $micro=4 "${flags[@]}" --variant "ours-torch: $torch"
+  bare "$fused,overlapped communication"
+  task dp $dense $step=32 $micro=4 "${flags[@]}" --variant "ours-torch: $torch"
+  # Tensor and sequence parallelism
+  bare "$fused"
+  task tp $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --variant "ours-torch: $torch"
+  bare "$fused$buffers"
+  task tp-overlap $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --only-variants \
+    --variant "ours-symmetric-memory: $torch $hidden" --variant "ours-user-buffers: $engine $hidden"
+  # Pipeline stages: 8 and 16 micro-batches, one and two chunks a stage, layers by cost and even
+  for count in 8 16; do
+    many=(); [ $count = 8 ] || many=("${long[@]}")
+    task pp-$count $dense $step=$((4 * count)) $micro=4 $pp=2 "${many[@]}" --against bare-best --flags "$fused" \
+      --changes "1 more on the first stage,2 more on the first stage" --variant "ours-even: $even"
+    task pp-$count-virtual $dense $step=$((4 * count)) $micro=4 $pp=2 $virtual=2 "${many[@]}" --against bare-best \
+      --flags "$fused" --variant "ours-even: $even"
   done
-  task cp-$length-exchanges "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${many[@]}" "${alone[@]}" --only-variants \
-    "${variants[@]}"
-done
-# Experts: forced balance; the profile has exposed communication and idle time
-task ep-one $experts --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
-bare "$fused$permuted,overlapped communication"
-task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled"
-task ep-micro-2 $experts $arch.num_layers=$layers $ep=2 $step=16 $micro=2 "${flags[@]}" "${slow[@]}" \
-  --variant "ours-profile: $profiled"
-# Small and large micro-batches
-task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch" --variant "ours-8: $micro=8" \
-  --variant "ours-profile: $micro=4 $profiled" --variant "ours-symmetric-memory: $torch $hidden" \
-  --variant "ours-8-symmetric-memory: $micro=8 $torch $hidden" --variant "ours-8-user-buffers: $micro=8 $engine $hidden"
-[ "$size" = tiny ] || task graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
-  --variant "ours-graphs: $graphs" --variant "ours-torch-graphs: $torch $graphs"
-# Layers of an 8B model
-bare "$fused"
-task 8b-one $wide --devices 1 $step=8 $micro=2 "${alone[@]}"
-task 8b-tp $wide $step=8 $micro=2 $tp=2 "${flags[@]}"
-task 8b-pp $wide $step=16 $micro=2 $pp=2 --against bare-best --flags "$fused" --changes "1 more on the first stage" \
-  --variant "ours-even: $even"
-# FP8
-task fp8-one $dense --devices 1 $step=16 $micro=4 $fp8 "${alone[@]}"
-task fp8-tp $dense $step=16 $micro=4 $tp=2 $fp8 "${alone[@]}"
-task fp8-pp $dense $step=32 $micro=4 $pp=2 $fp8 "${alone[@]}"
-# Times of pipeline stages, beside those of the parts before
-if [ "$size" = 1b ]; then
-  mixture="$arch.num_layers=8 $arch.num_experts=8 $arch.moe_router_topk=2 $arch.moe_ffn_hidden_size=2048 $arch.moe_layer_freq=1"
-  task stages $dense $step=16 $micro=4 $pp=2 $even "${alone[@]}" --only-variants \
-    --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1" \
-    --variant "ours-experts: $mixture"
-fi
-task ep-shared $shared $arch.num_layers=$layers $ep=2 $step=16 "${alone[@]}" "${slow[@]}" --only-variants \
-  --variant "ours-profile: $profiled"
+  # Context parallelism: one GPU and two, the same tokens per GPU and sequences; exchanges of both layer implementations
+  for length in "${lengths[@]}"; do
+    sizes_of "$length"
+    many=(); [ "$length" -le 8192 ] || many=("${long[@]}")
+    task cp-one-$length "${sizes[@]}" --devices 1 $step=$((tokens / length / 2)) "${many[@]}" "${alone[@]}" \
+      --variant "ours-torch: $torch"
+    bare "$fused"; [ "$size" = 1b ] || flags=("${alone[@]}")
+    task cp-$length "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${many[@]}" "${flags[@]}" --variant "ours-torch: $torch"
+    variants=()
+    for exchange in p2p all_gather a2a; do
+      kind=$parallel.cp_comm_type=$exchange
+      variants+=(--variant "ours-$exchange: $kind" --variant "ours-torch-$exchange: $torch $kind")
+    done
+    task cp-$length-exchanges "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${many[@]}" "${alone[@]}" --only-variants \
+      "${variants[@]}"
+  done
+  # Experts: forced balance; the profile has exposed communication and idle time
+  task ep-one $experts --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
+  bare "$fused$permuted,overlapped communication"
+  task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled"
+  task ep-micro-2 $experts $arch.num_layers=$layers $ep=2 $step=16 $micro=2 "${flags[@]}" "${slow[@]}" \
+    --variant "ours-profile: $profiled"
+  # Small and large micro-batches
+  task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch" --variant "ours-8: $micro=8" \
+    --variant "ours-profile: $micro=4 $profiled" --variant "ours-symmetric-memory: $torch $hidden" \
+    --variant "ours-8-symmetric-memory: $micro=8 $torch $hidden" --variant "ours-8-user-buffers: $micro=8 $engine $hidden"
+  [ "$size" = tiny ] || task graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
+    --variant "ours-graphs: $graphs" --variant "ours-torch-graphs: $torch $graphs"
+  # Layers of an 8B model
+  bare "$fused"
+  task 8b-one $wide --devices 1 $step=8 $micro=2 "${alone[@]}"
+  task 8b-tp $wide $step=8 $micro=2 $tp=2 "${flags[@]}"
+  task 8b-pp $wide $step=16 $micro=2 $pp=2 --against bare-best --flags "$fused" --changes "1 more on the first stage" \
+    --variant "ours-even: $even"
+  # FP8
+  task fp8-one $dense --devices 1 $step=16 $micro=4 $fp8 "${alone[@]}"
+  task fp8-tp $dense $step=16 $micro=4 $tp=2 $fp8 "${alone[@]}"
+  task fp8-pp $dense $step=32 $micro=4 $pp=2 $fp8 "${alone[@]}"
+  # Times of pipeline stages, beside those of the parts before
+  if [ "$size" = 1b ]; then
+    mixture="$arch.num_layers=8 $arch.num_experts=8 $arch.moe_router_topk=2 $arch.moe_ffn_hidden_size=2048 $arch.moe_layer_freq=1"
+    task stages $dense $step=16 $micro=4 $pp=2 $even "${alone[@]}" --only-variants \
+      --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1" \
+      --variant "ours-experts: $mixture"
+  fi
+  task ep-shared $shared $arch.num_layers=$layers $ep=2 $step=16 "${alone[@]}" "${slow[@]}" --only-variants \
+    --variant "ours-profile: $profiled"
+}
 
-"${PYTHON:-python3}" scripts/benchmark/compare.py --tasks "$file" "${platform[@]}" --devices 2 --rounds 1 --steps 4 --warmup 1 \
+second() {
+  task one $dense --devices 1 $step=16 $micro=4 "${alone[@]}"
+  for length in "${lengths[@]}"; do
+    sizes_of "$length"
+    task cp-one-$length "${sizes[@]}" --devices 1 $step=$((tokens / length / 2)) "${alone[@]}" --variant "ours-torch: $torch"
+    bare "$fused"; [ "$size" = 1b ] || flags=("${alone[@]}")
+    task cp-$length "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${flags[@]}" --variant "ours-torch: $torch" \
+      --variant "ours-torch-p2p: $torch $parallel.cp_comm_type=p2p"
+  done
+  task ep-one $experts --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
+  bare "$fused$permuted,overlapped communication"
+  task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled"
+  task tp $dense $step=16 $micro=4 $tp=2 "${alone[@]}" "${slow[@]}" --variant "ours-profile: $profiled" \
+    --variant "ours-torch-profile: $torch $profiled"
+  task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants --variant "ours-torch: $torch"
+  [ "$size" = tiny ] || task graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
+    --variant "ours-torch-graphs: $torch $graphs"
+  bare "$fused"
+  task 8b-tp $wide $step=8 $micro=2 $tp=2 "${flags[@]}"
+  task 8b-pp $wide $step=16 $micro=2 $pp=2 "${alone[@]}"
+  task fp8-tp $dense $step=16 $micro=4 $tp=2 $fp8 "${alone[@]}"
+  task fp8-pp $dense $step=32 $micro=4 $pp=2 $fp8 "${alone[@]}"
+  [ "$size" = tiny ] || task stages $dense $step=16 $micro=4 $pp=2 $even "${alone[@]}" --only-variants \
+    --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1"
+}
+
+counts=(--warmup 1 --steps 4)
+if [ "${LIST:-}" = second ]; then counts=(--warmup 2 --steps 3); second; else everything; fi
+"${PYTHON:-python3}" scripts/benchmark/compare.py --tasks "$file" "${platform[@]}" --devices 2 --rounds 1 "${counts[@]}" \
   --timeout "$seconds" --limit "$((limit - SECONDS))" --output "$work" 2>&1 | tee -a "$kept/results.txt"
 code=${PIPESTATUS[0]}
 cp "$work/compare.json" "$kept/"
-find "$work/run" -name profile.txt -exec tail -n +1 {} + > "$kept/profiles.txt" 2>/dev/null
+find "$work/run" \( -name profile.txt -o -name kernels.txt \) -exec tail -n +1 {} + > "$kept/profiles.txt" 2>/dev/null
 for log in "$work"/logs/*.log; do echo "==> $log"; tail -c 1000000 "$log"; done > "$kept/logs.txt"
 exit "$code"

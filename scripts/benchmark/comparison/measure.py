@@ -42,10 +42,11 @@ class Turns:
         left = self.end - begun
         result: dict[str, Any] = {"error": "no time is left"}
         if left > _SHORTEST_SECONDS:
-            result = self.programs[process].run(task, settings, min(self.arguments.timeout, left))
+            result = self.programs[process].run(task, settings, self.arguments.timeout, left)
             if self.arguments.fresh:
                 self.programs[process].restart()
-        print(f"{title} on {self.name}: {line(task, result)} ({time.monotonic() - begun:.1f} s)", flush=True)
+        seconds = f"{time.monotonic() - begun:.1f} s{time_parts(result)}"
+        print(f"{title} on {self.name}: {line(task, result)} ({seconds})", flush=True)
         return result
 
 
@@ -137,6 +138,13 @@ def line(task: Task, result: Mapping[str, Any]) -> str:
         f"{result['peak_memory_gib']:.1f} GiB, loss {result['losses'][0]:.3f} to {result['losses'][-1]:.3f}, "
         f"{result['notes']}"
     )
+
+
+def time_parts(result: Mapping[str, Any]) -> str:
+    """What the time of a run went into, and the memory that it left."""
+    parts = [f"{name} {seconds:.1f}" for name, seconds in result.get("parts", {}).items() if seconds >= 0.05]
+    left = result.get("left_gib", 0.0)
+    return "".join([": " * bool(parts), ", ".join(parts), f"; {left:.1f} GiB left" if left > 0.5 else ""])
 
 
 def sizes(task: Task) -> str:

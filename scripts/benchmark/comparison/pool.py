@@ -23,8 +23,10 @@ from comparison.worker import MARK
 
 _START_SECONDS = 300
 """Limit of a start of processes: imports from a slow disk."""
-_LEFT_GIB = 1.0
-"""Memory of a device that a program may hold between its turns."""
+_FIRST_SECONDS = 75
+"""More than the limit of a run: for the first one of processes, which compiles kernels."""
+_LEFT_GIB = 8.0
+"""Memory of a device that a program may hold between its turns: new processes cost more than it is worth."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Workers:
     def __init__(self, name: str, launch: Launch, world_size: int, platform: str, logs: Path) -> None:
         self._answers: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         self._processes: list[subprocess.Popen[str]] = []
-        self._is_ready = False
+        self._is_ready = self.have_run = False
         for rank in range(world_size):
             log = (logs / f"{name}-{rank}.log").open("a")
             process = subprocess.Popen(
@@ -68,7 +70,7 @@ class Workers:
     def run(self, task: Task, options: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str]:
         """The answers of all processes by rank, or why there are none. Where the task needs fewer processes than there
         are, several replicas of the program train it side by side, each by itself."""
-        size = task.world_size
+        size, self.have_run = task.world_size, True
         ports = [_free_port() for _ in range(len(self._processes) // size)]
         for index, process in enumerate(self._processes):
             order = {"task": task.as_json(), "options": options, "port": ports[index // size], "rank": index % size}
@@ -130,19 +132,29 @@ class Program:
         self._workers = self._next or self._start()
         self._next = self._start() if self._standby else None
 
-    def run(self, task: Task, options: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def run(self, task: Task, options: dict[str, Any], seconds: float, left: float = float("inf")) -> dict[str, Any]:
         """Train on all processes; returns the answer of the first, with the largest memory of all, or an `error`.
 
         After an error, without an answer within `seconds`, or if more than `_LEFT_GIB` of a device could not be freed,
-        the next run has new processes.
+        the next run has new processes. The first run of processes
+        has `_FIRST_SECONDS` more.
+
+        Args:
+            left: seconds for all runs.
         """
+        begun = time.monotonic()
         error = self._workers.wait_until_ready(_START_SECONDS)
+        waited = time.monotonic() - begun
         answers: list[dict[str, Any]] = []
         if not error:
-            answers, error = self._workers.run(task, options, seconds)
+            first = 0.0 if self._workers.have_run else _FIRST_SECONDS
+            answers, error = self._workers.run(task, options, max(1.0, min(seconds + first, left - waited)))
         if error or max(answer["left_gib"] for answer in answers) > _LEFT_GIB:
             self.restart()
-        return {"error": error} if error else _result(answers, task.world_size)
+        if error:
+            return {"error": error}
+        result = _result(answers, task.world_size)
+        return {**result, "parts": {"imports": waited, **result.get("parts", {})}}
 
     def close(self) -> None:
         """End the processes."""

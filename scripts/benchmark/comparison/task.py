@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -329,12 +329,31 @@ def _refuse_other_settings(config: RunConfig) -> None:
         )
 
 
+class Parts:
+    """Seconds of the parts of a run, one after the other, from its creation on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """The part that ends now; one of several of a name."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
 class StepClock:
     """Times of the ends of steps, after that of its own creation. On a GPU they are events in the stream: a program
-    that does not wait for its GPU need not."""
+    that does not wait for its GPU need not.
 
-    def __init__(self, task: Task) -> None:
+    Args:
+        parts: receives the first step, for whose end it waits unless it is measured, and the others.
+    """
+
+    def __init__(self, task: Task, parts: Parts) -> None:
         self._cuda = task.platform == "cuda"
+        self._parts = parts
         self._warmup = task.warmup
         self._ends: list[Any] = []
         self.step_ends()
@@ -347,11 +366,18 @@ class StepClock:
             self._ends.append(event)
         else:
             self._ends.append(time.perf_counter())
+        if len(self._ends) == 2 and self._warmup:
+            self._wait()
+            self._parts.end("first step")
+
+    def _wait(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
 
     def measured_seconds(self) -> list[float]:
         """Of each step after the warm-up."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        self._wait()
+        self._parts.end("other steps")
         ends = self._ends[self._warmup :]
         pairs = list(itertools.pairwise(ends))
         if self._cuda:
@@ -369,3 +395,5 @@ class Outcome:
     """Mean loss of each step, the warm-up included; of this replica or of all, as the program reports it."""
     notes: str = ""
     """The layout and settings of the run, as text."""
+    parts: Parts = field(default_factory=Parts)
+    """What the run's time went into."""

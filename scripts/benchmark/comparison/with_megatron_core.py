@@ -11,12 +11,12 @@ import torch
 import torch.distributed
 
 from comparison.flags import Flags
-from comparison.task import Outcome, StepClock, Task
+from comparison.task import Outcome, Parts, StepClock, Task
 
 
 def run(task: Task, options: dict[str, Any]) -> Outcome:
     """Train with `options["flags"]`."""
-    flags = Flags(**options["flags"])
+    flags, parts = Flags(**options["flags"]), Parts()
     if task.platform == "cpu":
         from megatron_wrap.platform import choose_platform
 
@@ -25,7 +25,8 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
     try:
         if flags.user_buffers:
             _start_user_buffers(task)
-        return _train(task, flags)
+        parts.end("processes")
+        return _train(task, flags, parts)
     finally:
         if flags.user_buffers:
             from transformer_engine.pytorch.module.base import destroy_ub
@@ -71,12 +72,15 @@ def _start_user_buffers(task: Task) -> None:
     )
 
 
-def _train(task: Task, flags: Flags) -> Outcome:
+def _train(task: Task, flags: Flags, parts: Parts) -> Outcome:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     chunks, optimizer = _build(task, flags)
+    if task.platform == "cuda":
+        torch.cuda.synchronize()
+    parts.end("model")
     positions = torch.arange(task.seq_length, device=task.device).expand(task.micro_batch_size, -1)
     mask = None
     if flags.implementation == "local":
@@ -90,12 +94,14 @@ def _train(task: Task, flags: Flags) -> Outcome:
             rows = get_batch_on_this_cp_rank(rows)
         return module(rows["tokens"], rows["positions"], mask, labels=rows["labels"]), _mean
 
-    step, clock, losses = get_forward_backward_func(), StepClock(task), []
+    steps = _steps(task)
+    parts.end("rows")
+    step, clock, losses = get_forward_backward_func(), StepClock(task, parts), []
     if not flags.collect_garbage:
         gc.collect()
         gc.freeze()
         gc.disable()
-    for micro_batches in _steps(task):
+    for micro_batches in steps:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -112,11 +118,12 @@ def _train(task: Task, flags: Flags) -> Outcome:
         clock.step_ends()
         if reported:
             losses.append(torch.stack([micro_batch["loss"] for micro_batch in reported]).mean())
+    seconds = clock.measured_seconds()
     shown = torch.stack(losses) if losses else torch.empty(task.warmup + task.steps, device=task.device)
     if task.pipeline_parallel > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         torch.distributed.broadcast(shown, last, parallel_state.get_pipeline_model_parallel_group())
-    outcome = Outcome(clock.measured_seconds(), shown.tolist(), flags.text())
+    outcome = Outcome(seconds, shown.tolist(), flags.text(), parts)
     # fp32 shards of the distributed optimizer are views, whose graphs lead back to it where the collector cannot see
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         vars(part).clear()

@@ -11,7 +11,7 @@ import torch
 import transformers
 from packing_trainer import varlen_attention
 
-from comparison.task import Outcome, StepClock, Task
+from comparison.task import Outcome, Parts, StepClock, Task
 
 WITHOUT_SDPA = ("gpt_oss",)
 """Families whose attention torch's scaled_dot_product_attention cannot express."""
@@ -44,16 +44,19 @@ class _Rows(torch.utils.data.Dataset):
 def run(task: Task, options: dict[str, Any]) -> Outcome:
     """Train with `options["trainer"]`: "transformers", "transformers-flex", "transformers-liger",
     "transformers-liger-fp32" (fp32 weights and moments, products in bf16 by autocast) or "trl"."""
+    parts = Parts()
     transformers.set_seed(1234)  # the same initial weights in each run
     liger = options["trainer"].startswith("transformers-liger")
     dtype = torch.bfloat16 if task.bf16 and not options["trainer"].endswith("-fp32") else torch.float32
     attention = "flex_attention" if options["trainer"] == "transformers-flex" else _attention(task)
     with tempfile.TemporaryDirectory() as folder:
         trainer = (_trl_trainer if options["trainer"] == "trl" else _trainer)(task, folder, liger, attention, dtype)
+        parts.end("model")
         trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
-        recorder = _Recorder(StepClock(task))
+        recorder = _Recorder(StepClock(task, parts))
         trainer.add_callback(recorder)
         trainer.train()
+        seconds = recorder.clock.measured_seconds()
     settings = _settings(task, folder)
     notes = f"transformers, {attention}, {_dtypes(task, dtype)}, {settings['optim']}"
     notes = notes.replace("transformers", "trl") if options["trainer"] == "trl" else notes
@@ -62,7 +65,7 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
     notes += ", padding-free batches" if task.mixed_lengths else ""
     notes += ", Liger-Kernel" if liger else ""
     notes += ", gradient checkpointing" if task.recompute else ""
-    return Outcome(recorder.clock.measured_seconds(), recorder.losses, notes)
+    return Outcome(seconds, recorder.losses, notes, parts)
 
 
 def _dtypes(task: Task, dtype: torch.dtype) -> str:

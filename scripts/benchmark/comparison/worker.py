@@ -31,21 +31,27 @@ PROGRAMS = {
     "trl": "comparison.with_trainer",
 }
 _IMPORTED_EARLY = {
-    "megatron-core": ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer"),
     "megatron-wrap": ("megatron_wrap.engine.step",),
     "megatron-wrap-liger": ("megatron_wrap.engine.step",),
     "trl": ("trl", "datasets"),
 }
-"""Slow imports, done before the first run is timed."""
+"""Slow imports, which take place while others train instead of in the first run."""
+_MEGATRON_CORE = (
+    *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "megatron.core.distributed"),
+    *("megatron.core.pipeline_parallel.schedules", "torch._dynamo", "torch._inductor.compile_fx"),
+)
+"""With Transformer Engine, and with what torch.compile imports when it compiles Megatron-Core's fused functions."""
+_OURS = (*_MEGATRON_CORE, "megatron_wrap.core.run", "megatron_wrap.engine.setup.build", "megatron_wrap.model.gpt_model")
+_ON_GPU = {"megatron-core": _MEGATRON_CORE, "megatron-wrap": _OURS, "megatron-wrap-liger": _OURS}
+"""Further ones. On a CPU Megatron-Core is imported with the changes that make it run there, by the run itself."""
 
 
 def main(program: str) -> None:
     """Serve until stdin closes."""
+    sys.modules["jax"] = None  # type: ignore[assignment]  # Transformer Engine would import it, for seconds
     module = importlib.import_module(PROGRAMS[program])
-    early = _IMPORTED_EARLY.get(program, ())
-    if program == "megatron-core" and not torch.cuda.is_available():
-        early = ()  # on a CPU Megatron-Core is imported with the changes that make it run there
-    for name in early:
+    on_gpu = _ON_GPU.get(program, ()) if torch.cuda.is_available() else ()
+    for name in (*_IMPORTED_EARLY.get(program, ()), *on_gpu):
         importlib.import_module(name)
     _say({"ready": program})
     for line in sys.stdin:
@@ -64,6 +70,7 @@ def _result(module: Any, task: Task, options: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     else:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (man proc_pid_clear_refs)
+    before = _allocated_gib(cuda)
     outcome: Outcome | None = None
     try:
         outcome = module.run(task, options)
@@ -73,23 +80,30 @@ def _result(module: Any, task: Task, options: dict[str, Any]) -> dict[str, Any]:
         problem = f"{type(error).__name__}: {first}"
     if outcome is None:  # only now is the error gone, whose frames hold the model
         return {"error": problem, "left_gib": _release(cuda)}
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else _peak_resident_gib()
+    outcome.parts.end("close")
+    peak = torch.cuda.max_memory_allocated() / 2**30 - before if cuda else _peak_resident_gib()
+    left = _release(cuda)
+    outcome.parts.end("free memory")
     return {
         "step_seconds": outcome.step_seconds,
         "losses": outcome.losses,
         "notes": outcome.notes,
         "peak_memory_gib": peak,
-        "left_gib": _release(cuda),
+        "left_gib": left,
+        "parts": outcome.parts.seconds,
     }
 
 
 def _release(cuda: bool) -> float:
     """Free what the run left; returns the GiB of the GPU that could not be freed."""
     gc.collect()
-    if not cuda:
-        return 0.0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated() / 2**30
+    if cuda:
+        torch.cuda.empty_cache()
+    return _allocated_gib(cuda)
+
+
+def _allocated_gib(cuda: bool) -> float:
+    return torch.cuda.memory_allocated() / 2**30 if cuda else 0.0
 
 
 def _peak_resident_gib() -> float:
