@@ -80,7 +80,7 @@ everything() {
     many=(); [ "$length" -le 8192 ] || many=("${long[@]}")
     task cp-one-$length "${sizes[@]}" --devices 1 $step=$((tokens / length / 2)) "${many[@]}" "${alone[@]}" \
       --variant "ours-torch: $torch"
-    bare "$fused"; [ "$size" = 1b ] || flags=("${alone[@]}")
+    bare "$fused,overlapped communication"; [ "$size" = 1b ] || flags=("${alone[@]}")
     task cp-$length "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${many[@]}" "${flags[@]}" --variant "ours-torch: $torch"
     variants=()
     for exchange in p2p all_gather a2a; do
@@ -128,7 +128,7 @@ second() {
   for length in "${lengths[@]}"; do
     sizes_of "$length"
     task cp-one-$length "${sizes[@]}" --devices 1 $step=$((tokens / length / 2)) "${alone[@]}" --variant "ours-torch: $torch"
-    bare "$fused"; [ "$size" = 1b ] || flags=("${alone[@]}")
+    bare "$fused,overlapped communication"; [ "$size" = 1b ] || flags=("${alone[@]}")
     task cp-$length "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${flags[@]}" --variant "ours-torch: $torch" \
       --variant "ours-torch-p2p: $torch $parallel.cp_comm_type=p2p"
   done
