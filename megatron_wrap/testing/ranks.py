@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.utils.dist_logger import configure_console
 
 
 class RankError(AssertionError):
@@ -139,6 +140,7 @@ def _serve(rank: int, world_size: int, connection: Connection, platform: str) ->
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(rank)
+    configure_console()  # once: the runs of this process use the same
     # a run ends with a garbage collection, which has no need to visit the objects of imported modules
     gc.collect()
     gc.freeze()

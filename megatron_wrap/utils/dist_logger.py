@@ -95,6 +95,7 @@ class _ConsoleStack:
     def __init__(self) -> None:
         self._levels: list[tuple[object, str]] = []
         self._sink: int | None = None
+        self._shown = ""  # level of the sink
         self._default_sink = 0  # id of loguru's initial sink on stderr
         self._removed_default = False
 
@@ -113,12 +114,15 @@ class _ConsoleStack:
 
     def _refresh(self) -> None:
         if self._sink is not None:
+            if self._levels and self._levels[-1][1] == self._shown:
+                return  # the same sink; loguru takes milliseconds for another
             _remove(self._sink)
             self._sink = None
         if self._levels:
             # Replace only loguru's default sink; keep sinks that the host program added.
             self._removed_default = _remove(self._default_sink) or self._removed_default
-            self._sink = _add_console(self._levels[-1][1])
+            self._shown = self._levels[-1][1]
+            self._sink = _add_console(self._shown)
         elif self._removed_default:
             self._removed_default = False
             if sys.stderr is not None:

@@ -287,6 +287,15 @@ def inline_yaml(value: Any) -> str:
     """`value` as YAML text on one line."""
     if value is None or type(value) in (bool, int):  # most values of a configuration; an emitter costs 0.5 ms
         return "null" if value is None else str(value).lower()
+    return _inline_text(value) if type(value) is str else _inline(value)
+
+
+@functools.lru_cache(maxsize=1024)  # names that many values and runs have
+def _inline_text(text: str) -> str:
+    return _inline(text)
+
+
+def _inline(value: Any) -> str:
     text: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
     )
