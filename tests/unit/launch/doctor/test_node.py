@@ -22,6 +22,7 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.launch.doctor import folders, links, packages, ports
 from megatron_wrap.launch.doctor.catalogue import quick_answers
 from megatron_wrap.launch.doctor.checks import Finding, Subject
+from megatron_wrap.platform.base import machine
 
 ROOT = Path(__file__).parents[4]
 RUN = ROOT / "tests/unit/small_run.yaml"
@@ -196,6 +197,7 @@ def test_packages_that_do_not_fit_each_other_are_named(tmp_path: Path, monkeypat
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: {requires}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(machine, "_version", machine._version.__wrapped__)  # those of this process are read once
     findings = list(packages.requirements(subject()))
     assert statuses(findings) == ["warning"] * len(findings)
     assert any(finding.text.startswith("transformer_engine requires torch==2.1.0, and 2.") for finding in findings)
