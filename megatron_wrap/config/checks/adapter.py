@@ -35,8 +35,6 @@ def check_adapter(config: RunConfig) -> None:
             f"adapter.path {adapter.path!r} and train.common.load {config.train.load!r} both name weights to "
             "start from, and path is read beside the weights of model_provider.hf_path alone; delete one of the two",
         )
-    if config.train.freeze:
-        refuse(config, ["train.freeze"], "an adapter freezes all other weights; delete one of the two")
     for name in adapter.others or {}:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "default":
             text = f"{name} cannot be a name; write letters, digits, _ and -, and not default, the trained adapter's"
@@ -44,10 +42,6 @@ def check_adapter(config: RunConfig) -> None:
     if settings is not None and settings.adapter is not None and settings.adapter not in (adapter.others or {}):
         text = f"{settings.adapter} is no adapter of megatron_wrap.adapter.others; add it there"
         refuse(config, [f"models.{config.models.role}"], text)
-    if adapter.use_dora:
-        _check_dora(config)
-    if adapter.decomposes_base:
-        _check_decomposed(config)
     if adapter.base_weights != "bf16":
         _check_quantized(config)
     if adapter.target_parameters:
@@ -63,13 +57,6 @@ def _check_quantized(config: RunConfig) -> None:
     if config.model_provider.hf_path is None and config.train.save is not None:
         text = f"weights in {kind} are made of those of a Hugging Face folder, which a resumed run needs; set hf_path"
         refuse(config, ["adapter.base_weights", "model_provider.hf_path"], text)
-    if config.arch.transformer_impl == "transformer_engine" or config.dtype.fp8 is not None:
-        key = "dtype.fp8" if config.dtype.fp8 is not None else "arch.transformer_impl"
-        text = f"weights in {kind} are those of torch's layers; write {'null' if key == 'dtype.fp8' else 'torch'}"
-        refuse(config, [key, "adapter.base_weights"], text)
-    if config.model_provider.verify_hf:
-        text = f"weights in {kind} differ from those of the folder; write false, or verify with base_weights: bf16"
-        refuse(config, ["model_provider.verify_hf"], text)
 
 
 def _check_experts(config: RunConfig) -> None:
@@ -119,33 +106,3 @@ def _check_patterns(config: RunConfig) -> None:
             if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
                 number = "a positive integer" if kind is int else "a positive number"
                 refuse(config, [f"adapter.{key}"], f"{pattern} must be {number}, not {value!r}")
-
-
-def _check_dora(config: RunConfig) -> None:
-    """Refuse what goes with no norms of rows."""
-    adapter = config.adapter
-    if adapter.lora_dropout:
-        rule = "inputs cannot be dropped for the adapter alone, since DoRA scales the base's output; write 0.0"
-        refuse(config, ["adapter.use_dora", "adapter.lora_dropout"], rule)
-    if adapter.target_parameters:
-        refuse(config, ["adapter.use_dora", "adapter.target_parameters"], "fused experts have no DoRA, as in peft")
-    if adapter.base_weights != "bf16":
-        refuse(config, ["adapter.use_dora", "adapter.base_weights"], "DoRA needs the weights' own values; write bf16")
-    if config.arch.transformer_impl == "transformer_engine" or config.dtype.fp8 is not None:
-        key = "dtype.fp8" if config.dtype.fp8 is not None else "arch.transformer_impl"
-        refuse(config, ["adapter.use_dora", key], "DoRA is trained beside torch's layers without FP8")
-
-
-def _check_decomposed(config: RunConfig) -> None:
-    """Refuse what has no decomposition of the base's weights."""
-    adapter = config.adapter
-    kind = f"init_lora_weights {adapter.init_lora_weights}"
-    if adapter.target_parameters:
-        rule = f"{kind} decomposes weights of linear layers, not those of fused experts, as in peft; write true"
-        refuse(config, ["adapter.init_lora_weights", "adapter.target_parameters"], rule)
-    if adapter.base_weights != "bf16":
-        rule = f"{kind} needs the weights' own values; write bf16"
-        refuse(config, ["adapter.init_lora_weights", "adapter.base_weights"], rule)
-    if adapter.use_dora:
-        rule = "peft's conversion to an adapter of the original base loses DoRA's norms; write true"
-        refuse(config, ["adapter.init_lora_weights", "adapter.use_dora"], rule)

@@ -12,9 +12,6 @@ def check_experts(config: RunConfig) -> None:
         ConfigError, LayoutError: values that contradict each other.
     """
     if config.arch.num_experts is None:
-        if config.train.router_replay != "disabled":
-            rule = f"{config.train.router_replay} needs num_experts, and the model has no routers; write disabled"
-            refuse(config, ["train.router_replay", "arch.num_experts"], rule)
         return
     _check_layers(config)
     _check_router(config)
@@ -38,8 +35,6 @@ def _check_layers(config: RunConfig) -> None:
             f"defines {len(pattern)} layers, {pattern.count(1)} of them with experts, and num_layers is "
             f"{arch.num_layers}; write 0 (dense) or 1 for each layer, and at least one 1",
         )
-    if arch.moe_shared_expert_gate and arch.moe_shared_expert_intermediate_size is None:
-        refuse(config, ["arch.moe_shared_expert_gate"], "true needs moe_shared_expert_intermediate_size; set it")
     if arch.moe_grouped_gemm is not None and arch.experts_impl not in (
         "auto",
         "transformer_engine" if arch.moe_grouped_gemm else "sequential",
@@ -74,22 +69,14 @@ def _check_router(config: RunConfig) -> None:
     experts, groups, group_topk = arch.num_experts or 0, arch.moe_router_num_groups, arch.moe_router_group_topk
     if topk > experts:
         refuse(config, ["arch.moe_router_topk"], f"{topk} is more than num_experts {experts}; lower it")
-    softmax = arch.moe_router_score_function == "softmax"
-    if topk == 1 and softmax and not arch.moe_router_pre_softmax:
+    if topk == 1 and arch.moe_router_score_function == "softmax" and not arch.moe_router_pre_softmax:
         refuse(
             config,
             ["arch.moe_router_topk"],
             "1 with a softmax over only the chosen expert means weight 1 and no gradient of the router; set "
             "moe_router_pre_softmax: true",
         )
-    if arch.moe_router_enable_expert_bias and softmax:
-        refuse(config, ["arch.moe_router_enable_expert_bias"], "true needs moe_router_score_function sigmoid; set it")
-    if (groups is None) != (group_topk is None):
-        rule = "moe_router_num_groups and moe_router_group_topk need each other; set both or none"
-        refuse(config, [f"arch.moe_router_{'group_topk' if groups is None else 'num_groups'}"], rule)
     if groups is None or group_topk is None:
-        if arch.moe_router_group_score_experts is not None:
-            refuse(config, ["arch.moe_router_group_score_experts"], "needs moe_router_num_groups; set it")
         return
     if experts % groups or group_topk > groups or group_topk * (experts // groups) < topk:
         refuse(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_wrap.config.checks.experts import check_experts
 from megatron_wrap.config.checks.refusal import check_each, divisors, refuse
@@ -86,34 +85,11 @@ def _check_longrope(config: RunConfig) -> None:
             refuse(config, [f"arch.{name}", "arch.rope_type"], rule)
 
 
-def _check_values(config: RunConfig, key: str, *wanted: tuple[str, tuple[Any, ...]]) -> None:
-    """Check that keys of `arch` have values that another one, shown with its value, needs."""
-    arch = config.arch
-    for name, values in wanted:
-        if getattr(arch, name) not in values:
-            words = " or ".join("null" if value is None else str(value).lower() for value in values)
-            rule = f"{key} needs {name} {words}, not {str(getattr(arch, name)).lower()}"
-            refuse(config, [f"arch.{name}", f"arch.{key.split()[0]}"], rule)
-
-
 def _check_latent_attention(config: RunConfig) -> None:
     arch, key = config.arch, "arch.multi_latent_attention"
-    _check_values(
-        config,
-        "multi_latent_attention",
-        ("num_query_groups", (None, arch.num_attention_heads)),
-        ("position_embedding_type", ("rope",)),
-        ("use_rope_scaling", (False,)),
-        ("rotary_seq_len_interpolation_factor", (None,)),
-        ("rotary_interleaved", (False,)),
-        ("rotary_percent", (1.0,)),
-        ("add_qkv_bias", (False,)),
-        ("add_bias_linear", (False,)),
-        ("window_size", (None,)),
-        ("softmax_type", ("vanilla",)),
-        ("correction_range_round_to_int", (True,)),
-        ("attention_output_gate", (False,)),
-    )
+    if arch.num_query_groups not in (None, arch.num_attention_heads):
+        rule = f"multi_latent_attention needs num_query_groups null or {arch.num_attention_heads}"
+        refuse(config, ["arch.num_query_groups", key], f"{rule}, not {arch.num_query_groups}")
     if arch.qk_pos_emb_head_dim % 2:
         rule = f"rope rotates pairs, and the rotated part of a head is {arch.qk_pos_emb_head_dim} wide; make it even"
         refuse(config, ["arch.qk_pos_emb_head_dim", key], rule)
@@ -127,7 +103,7 @@ def _check_latent_attention(config: RunConfig) -> None:
 
 
 def _check_linear_attention(config: RunConfig) -> None:
-    arch, key = config.arch, "arch.experimental_attention_variant"
+    arch = config.arch
     pattern = derived.linear_layer_pattern(arch)
     if isinstance(arch.linear_attention_freq, int) and arch.linear_attention_freq < 1:
         refuse(config, ["arch.linear_attention_freq"], f"must be at least 1, not {arch.linear_attention_freq}")
@@ -150,9 +126,6 @@ def _check_linear_attention(config: RunConfig) -> None:
             f"linear_num_key_heads {keys} is not divisible by the {ranks} processes that share the heads of linear "
             f"attention (tensor times context parallelism); legal products: {divisors(keys)}",
         )
-    _check_values(config, "experimental_attention_variant", ("multi_latent_attention", (False,)))
-    if config.dtype.fp8 is not None:
-        refuse(config, ["dtype.fp8", key], "linear attention has no FP8 products yet; write null")
 
 
 def _check_model(config: RunConfig) -> None:
@@ -181,19 +154,11 @@ def _check_model(config: RunConfig) -> None:
 
 def _check_multi_token_prediction(config: RunConfig) -> None:
     arch, key = config.arch, "arch.mtp_num_layers"
-    _check_values(
-        config,
-        "mtp_num_layers",
-        ("position_embedding_type", ("rope", "none")),
-        ("window_rotary_base", (None,)),
-    )
     if isinstance(arch.window_attn_skip_freq, tuple) or isinstance(arch.upstream.get("no_rope_freq"), list | tuple):
         rule = "these layers have no number in window_attn_skip_freq and no_rope_freq; write neither as a list, or null"
         refuse(config, [key], rule)
     if derived.has_value_head(config):
         refuse(config, ["model_provider.provider_key", key], f"{config.model_provider.provider_key} predicts no tokens")
-    if config.adapter.adapter_type != "none":
-        refuse(config, [key, "adapter.adapter_type"], "an adapter does not train these layers; set it to null")
     if fp8_settings(config) is not None:
         refuse(config, [key, "dtype.fp8"], "these layers are not computed in FP8; set either to null")
 

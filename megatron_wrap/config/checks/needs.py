@@ -23,6 +23,8 @@ class Need:
     """The value, or the range of values, of `key` that needs `other`; None: all but its default, null and false."""
     remedy: str = ""
     """How to set `other`, where the key alone does not tell."""
+    reason: str = ""
+    """Why, where the keys alone do not tell."""
 
     def is_met_by(self, value: Any) -> bool:
         """Whether a value of `other` is what `key` needs."""
@@ -49,6 +51,12 @@ _UNSCALED_ROPE = (
 """What rope_type yarn and longrope need: Megatron-Core's code for them ignores other scalings."""
 _WHOLE_HEADS_BY_HALVES = (("rotary_interleaved", (False,)), ("rotary_percent", (1.0,)))
 """Of Megatron-Core's YaRN (yarn_rotary_pos_embedding.py)."""
+_LATENT_ATTENTION = (
+    *(*_UNSCALED_ROPE, *_WHOLE_HEADS_BY_HALVES),
+    *((name, (False,)) for name in ("add_qkv_bias", "add_bias_linear", "attention_output_gate")),
+    *(("window_size", (None,)), ("softmax_type", ("vanilla",)), ("correction_range_round_to_int", (True,))),
+)
+_OWN_VALUES = "it needs the weights' own values"
 
 NEEDS = (
     Need("bad_steps.on_bad_step", "train.check_for_nan_in_loss_and_grad", (True,)),
@@ -83,9 +91,19 @@ NEEDS = (
         for name, value in (("multi_latent_attention", False), ("experimental_attention_variant", None))
         for placement in ("after", "both")
     ),
+    *(Need("arch.multi_latent_attention", f"arch.{name}", values, when=True) for name, values in _LATENT_ATTENTION),
     Need("arch.mtp_loss_scaling_factor", "arch.mtp_num_layers"),
+    Need("arch.mtp_num_layers", "arch.position_embedding_type", ("rope", "none"), when=Range(at_least=1)),
+    Need("arch.mtp_num_layers", "arch.window_rotary_base", (None,), when=Range(at_least=1)),
+    Need("arch.mtp_num_layers", "adapter.adapter_type", ("none",), reason="an adapter does not train these layers"),
     Need("arch.moe_ffn_hidden_size", "arch.num_experts"),
     Need("arch.moe_shared_expert_intermediate_size", "arch.num_experts"),
+    Need("arch.moe_shared_expert_gate", "arch.moe_shared_expert_intermediate_size", when=True),
+    Need("arch.moe_router_enable_expert_bias", "arch.moe_router_score_function", ("sigmoid",), when=True),
+    Need("arch.moe_router_num_groups", "arch.moe_router_group_topk", when=Range(at_least=1)),
+    Need("arch.moe_router_group_topk", "arch.moe_router_num_groups", when=Range(at_least=1)),
+    Need("arch.moe_router_group_score_experts", "arch.moe_router_num_groups", when=Range(at_least=1)),
+    Need("train.router_replay", "arch.num_experts"),
     Need("parallel.expert_model_parallel_size", "arch.num_experts"),
     Need("parallel.expert_tensor_parallel_size", "arch.num_experts"),
     Need("parallel.tp_comm_overlap", "arch.multi_latent_attention", (False,)),
@@ -133,6 +151,8 @@ NEEDS = (
     ),
     Need("arch.linear_attention_freq", "arch.experimental_attention_variant"),
     Need("arch.experimental_attention_variant", "arch.linear_attention_freq"),
+    Need("arch.experimental_attention_variant", "arch.multi_latent_attention", (False,), when="gated_delta_net"),
+    Need("arch.experimental_attention_variant", "dtype.fp8", (None,)),
     Need("arch.transformer_impl", "init.platform", ("auto", "cuda"), when="transformer_engine"),
     Need("arch.moe_token_dispatcher_type", "init.platform", ("auto", "cuda"), when="flex"),
     Need("arch.experts_impl", "init.platform", ("auto", "cuda"), when="transformer_engine"),
@@ -140,6 +160,24 @@ NEEDS = (
     Need("arch.moe_grouped_gemm", "init.platform", ("auto", "cuda")),
     Need("arch.moe_grouped_gemm", "arch.transformer_impl", ("auto", "transformer_engine")),
     Need("dtype.fp8", "init.platform", ("auto", "cuda")),
+    Need("train.freeze", "adapter.adapter_type", ("none",), reason="an adapter freezes all other weights"),
+    Need("adapter.use_dora", "adapter.lora_dropout", (0.0,), when=True, reason="DoRA scales the base's output"),
+    Need("adapter.use_dora", "adapter.target_parameters", ((),), when=True, remedy="write []"),
+    Need("adapter.use_dora", "adapter.base_weights", ("bf16",), when=True, reason=_OWN_VALUES),
+    Need("adapter.use_dora", "arch.transformer_impl", ("auto", "torch")),
+    Need("adapter.use_dora", "dtype.fp8", (None,)),
+    *(
+        Need("adapter.init_lora_weights", f"adapter.{name}", (value,), kind, reason=reason)
+        for kind in ("pissa", "olora")
+        for name, value, reason in (
+            ("target_parameters", (), "it decomposes linear layers, not those of fused experts, as in peft"),
+            ("base_weights", "bf16", _OWN_VALUES),
+            ("use_dora", False, "peft's conversion to an adapter of the original base loses DoRA's norms"),
+        )
+    ),
+    Need("adapter.base_weights", "arch.transformer_impl", ("auto", "torch")),
+    Need("adapter.base_weights", "dtype.fp8", (None,)),
+    Need("model_provider.verify_hf", "adapter.base_weights", ("bf16",)),
     Need("train.save_interval", "train.save"),
     Need("checkpoint.keep", "train.save"),
     Need("checkpoint.export_hf", "train.save"),
@@ -198,7 +236,8 @@ def _rule(need: Need, value: Any, other: Any, unused: Any) -> str:
     needed = f"{key} {_text(value)} needs {path} {wanted}".rstrip()
     remedy = need.remedy or ("set it" if other is None else "change it")
     without = f"choose another {key}" if unused is MISSING else f"write {key}: {_text(unused)}"
-    return f"{needed}, which is {_text(other)}; {remedy}, or {without}"
+    reason = f" ({need.reason})" if need.reason else ""
+    return f"{needed}, which is {_text(other)}{reason}; {remedy}, or {without}"
 
 
 def _text(value: Any) -> str:
