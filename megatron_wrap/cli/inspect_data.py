@@ -14,6 +14,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.utils.atomic_write import named_write_errors
 
 if TYPE_CHECKING:
     from megatron_wrap.data.inspect.inspection import Inspected
@@ -80,11 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         max_lengths=selection.max_lengths,
     )
     path = Path(arguments.output or Path(output_dir(config), f"inspect-data-{arguments.split}.html"))
-    try:
+    with named_write_errors(f"--output {path}", "give another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(build_page(inspection, selection, config, arguments.split, tokenizer), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}; give another file") from error
     for sample in inspection.shown[: arguments.n]:
         print(shown(sample, tokenizer, in_color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     print(summary(inspection, selection.total, config))

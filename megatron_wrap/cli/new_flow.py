@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_wrap.config.reading.tree import schema_line
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.utils.atomic_write import named_write_errors
 
 EXAMPLES = (
     ("my_flows/focal_loss.py, its configuration, samples and test", "new-flow focal_loss --folder my_flows"),
@@ -45,12 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     taken = [str(folder / file) for file in contents if (folder / file).exists()]
     if taken:
         raise ConfigError(f"{', '.join(taken)}: exists already; choose another name or --folder")
-    try:
+    with named_write_errors(folder, "choose another --folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in contents.items():
             (folder / file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from error
     print(f"wrote {', '.join(str(folder / file) for file in contents)}")
     path, config = shlex.quote(str(folder)), shlex.quote(str(folder / f"{name}.yaml"))
     print(f"its parity test: PYTHONPATH={path} python -m pytest {shlex.quote(str(folder / f'test_{name}.py'))}")

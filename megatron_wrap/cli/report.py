@@ -12,6 +12,7 @@ from megatron_wrap.report.png import write_png_files
 from megatron_wrap.report.run_charts import charts_of
 from megatron_wrap.report.run_files import RunFiles, read_run_files
 from megatron_wrap.report.run_page import CheckpointFacts, ReportedRun, build_page, labels_of
+from megatron_wrap.utils.atomic_write import named_write_errors
 
 EXAMPLES = (
     ("a page of a run, which may still train: its curves, evaluations and configuration", "report outputs/my-run"),
@@ -43,12 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{', '.join(arguments.runs)}: the same run is given twice; give it once")
     reported = [ReportedRun(label, files, _checkpoints(files)) for label, files in zip(labels, runs, strict=True)]
     charts = [chart for section in charts_of(runs, labels).values() for chart in section]
-    try:
+    with named_write_errors(f"--output {page}", "give another file"):
         page.parent.mkdir(parents=True, exist_ok=True)
         pictures = write_png_files(charts, page.parent, page.stem) if arguments.png else []
         page.write_text(build_page(reported), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {page}: cannot be written: {error.strerror}; give another file") from error
     print(f"page: {page}")
     for path in pictures:
         print(f"picture: {path}")

@@ -196,12 +196,6 @@ class StepProfiler:
 
     def _profiled_run(self, padding_share: float, real_tokens: float, peak_gib: float) -> ProfiledRun:
         platform, parallel = self._platform, self._parallel
-        if self._cuda:
-            total_gib = torch.cuda.get_device_properties(platform.device).total_memory / _GIB
-        else:
-            import psutil
-
-            total_gib = psutil.virtual_memory().total / _GIB / parallel.world.size
         return ProfiledRun(
             device=platform.machine.device,
             transformer_engine_layers=self._transformer_engine_layers,
@@ -213,6 +207,6 @@ class StepProfiler:
             padding_share=padding_share,
             product_flops=training_flops(self._shape, real_tokens, 0.0) / parallel.world.size,
             peak_gib=peak_gib,
-            total_gib=total_gib,
+            total_gib=platform.total_memory_bytes() / _GIB / (1 if self._cuda else parallel.world.size),
             faster_split=faster_split(self._config, self._shape.vocab_size, platform.machine.device),
         )

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from megatron_wrap.errors import ConfigError, MegatronWrapError
+
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
@@ -28,3 +30,14 @@ def write_atomically(path: str | Path, text: str) -> None:
     """Replace the content of a file, in UTF-8."""
     with atomic_file(path) as file:
         file.write(text.encode())
+
+
+@contextlib.contextmanager
+def named_write_errors(
+    path: str | Path, advice: str, error_type: type[MegatronWrapError] = ConfigError
+) -> Iterator[None]:
+    """Turns an OSError of the block, which writes `path`, into an error that names it and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise error_type(f"{path}: cannot be written: {error.strerror or error}; {advice}") from error

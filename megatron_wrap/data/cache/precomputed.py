@@ -13,12 +13,13 @@ import numpy as np
 
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.inside_folder import leaves_folder
-from megatron_wrap.utils.atomic_write import write_atomically
+from megatron_wrap.utils.atomic_write import named_write_errors, write_atomically
 
 MANIFEST = "precomputed.json"
 """Facts about the outputs and the number of samples of each file; written last."""
 _HASHES, _ENDS = "hashes", ".ends"
 _FORMAT = 1
+_ADVICE = "give another folder, or free space in this one"
 _SAMPLES_OF_A_FILE = 65_536
 
 
@@ -58,10 +59,8 @@ class PrecomputedWriter:
             raise ConfigError(
                 f"{self._folder} contains precomputed outputs already; choose another folder, or delete it"
             )
-        try:
+        with named_write_errors(self._folder, _ADVICE):
             self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{self._folder} cannot be created: {error}") from error
         self._rows: list[tuple[bytes, dict[str, np.ndarray]]] = []
         self._files: dict[str, int] = {}
 
@@ -75,10 +74,8 @@ class PrecomputedWriter:
         """Write the rest, then the manifest; returns the number of samples."""
         self._write()
         manifest = {**self._facts, "format": _FORMAT, "files": self._files}
-        try:
+        with named_write_errors(self._folder, _ADVICE):
             write_atomically(self._folder / MANIFEST, json.dumps(manifest, indent=1))
-        except OSError as error:
-            raise ConfigError(f"{self._folder} cannot be written: {error}") from error
         return sum(self._files.values())
 
     def _write(self) -> None:
@@ -96,10 +93,8 @@ class PrecomputedWriter:
                 tensors[name] = np.concatenate(values)
                 tensors[name + _ENDS] = np.cumsum([len(value) for value in values])
         name = f"outputs-{len(self._files):05d}.safetensors"
-        try:
+        with named_write_errors(self._folder / name, _ADVICE):
             save_file(tensors, self._folder / name)
-        except OSError as error:
-            raise ConfigError(f"{self._folder / name} cannot be written: {error}") from error
         self._files[name] = len(self._rows)
         self._rows = []
 

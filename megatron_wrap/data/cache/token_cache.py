@@ -27,6 +27,7 @@ from megatron_wrap.data.cache import sample_codec
 from megatron_wrap.data.order.usable_rows import Preparation
 from megatron_wrap.data.sources.rows import BadSample, Rows, converted
 from megatron_wrap.errors import DataError
+from megatron_wrap.utils.atomic_write import named_write_errors
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.file_lock import locked
 from megatron_wrap.utils.pools.processes import ProcessPool
@@ -122,7 +123,7 @@ def open_cache(
     name = hashlib.sha256(json.dumps([_FORMAT, key], sort_keys=True, default=str).encode()).hexdigest()[:32]
     folder = Path(parent).expanduser() / name
     if _damage(folder) is not None:
-        try:
+        with named_write_errors(f"megatron_wrap.data.cache_dir {parent}", "give another folder, or null", DataError):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with locked(folder.parent / f".{name}.lock", "writes the tokenized cache"):
                 damage = _damage(folder)
@@ -132,10 +133,6 @@ def open_cache(
                         _remove(folder)
                     _remove_leftovers(folder)
                     _write(folder, key, rows(), preparation, skip_bad, processes)
-        except OSError as error:
-            raise DataError(
-                f"megatron_wrap.data.cache_dir {parent}: cannot be written: {error}; give another folder, or null"
-            ) from error
     return TokenCache(folder)
 
 

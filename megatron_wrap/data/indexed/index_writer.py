@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_wrap.data.indexed.index_files import HEADER, MAGIC, TYPES, read_index
 from megatron_wrap.errors import DataError
-from megatron_wrap.utils.atomic_write import atomic_file
+from megatron_wrap.utils.atomic_write import atomic_file, named_write_errors
 
 _UINT16_VOCABULARY = 65500
 """Megatron-Core writes two bytes for each token of a vocabulary below this size, four from it on."""
@@ -153,12 +153,8 @@ class GrowingFiles:
     def __init__(self, prefix: str, dtype: np.dtype, position: Sequence[int] = (0, 0, 0)) -> None:
         self._dtype = dtype
         self._paths = _unfinished_paths(prefix)
-        try:
+        with named_write_errors(f"{prefix}.bin", "choose another --output-prefix", DataError):
             self._files = [open(path, "ab") for path in self._paths]  # noqa: SIM115 - closed by `close`
-        except OSError as error:
-            raise DataError(
-                f"{prefix}.bin: cannot be written: {error.strerror}; choose another --output-prefix"
-            ) from error
         for path, file, kept in zip(self._paths, self._files, position, strict=True):
             if file.seek(0, os.SEEK_END) < kept:
                 raise DataError(

@@ -13,9 +13,10 @@ from typing import Any
 
 from megatron_wrap.data.chat.tokenizer import fingerprint
 from megatron_wrap.errors import DataError
-from megatron_wrap.utils.atomic_write import write_atomically
+from megatron_wrap.utils.atomic_write import named_write_errors, write_atomically
 
 _RECORD = ".preprocess.json"
+CONTINUES = "the same command continues"
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Record:
         from filelock import FileLock, Timeout
 
         lock = FileLock(self._path.with_suffix(".lock"))
-        with named_write_errors(str(self._path)):
+        with named_write_errors(self._path, CONTINUES, DataError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire(timeout=0)
@@ -126,15 +127,6 @@ class Record:
         finally:
             os.unlink(lock.lock_file)
             lock.release()
-
-
-@contextlib.contextmanager
-def named_write_errors(path: str) -> Iterator[None]:
-    """Turns an error of the operating system into a DataError with this path."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}; the same command continues") from error
 
 
 def check_vocabulary(prefixes: Iterable[str], tokenizer: Any) -> None:

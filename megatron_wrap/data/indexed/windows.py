@@ -24,6 +24,7 @@ from megatron_wrap.data.order.stream import ShuffledRows, SourceRow
 from megatron_wrap.data.sources.rows import Sample
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.utils.atomic_write import named_write_errors
 from megatron_wrap.utils.file_lock import locked
 
 _SPLITS = ("training", "validation", "test")
@@ -243,7 +244,7 @@ class _Opener:
                 return megatron_datasets.open_splits(settings, sizes, None)
         key = {**self._settings, **blend, "sizes": list(sizes), "vocabulary": [self._vocab_size, eod]}
         cache = self._cache(key, files)
-        try:
+        with named_write_errors(f"{_KEYS}.cache_dir: the index {cache}", "give a folder that is writable", DataError):
             cache.parent.mkdir(parents=True, exist_ok=True)
             with locked(cache.parent / f".{cache.name}.lock", "builds the index"):
                 if not megatron_datasets.is_complete(cache):
@@ -251,10 +252,6 @@ class _Opener:
                     with with_dataset_helpers():
                         datasets = megatron_datasets.open_splits(settings, sizes, None)
                     megatron_datasets.write_cache(datasets, cache)
-        except OSError as error:
-            raise DataError(
-                f"{_KEYS}.cache_dir: the index cannot be written to {cache}: {error}; give a folder that is writable"
-            ) from error
         return megatron_datasets.open_splits(settings, sizes, cache)
 
     def _cache(self, key: Mapping[str, Any], files: Sequence[IndexFile]) -> Path:

@@ -277,10 +277,7 @@ class _StreamedRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
-        row = self._rows[index][1]
-        if isinstance(row, BadSample):
-            raise row
-        return row
+        return self._rows[index][1]
 
     def where(self, index: int) -> str:
         return self._rows[index][0]

@@ -19,11 +19,12 @@ import numpy as np
 
 from megatron_wrap.data.chat.tokenizer import fingerprint, load_tokenizer
 from megatron_wrap.data.indexed.index_writer import Documents, GrowingFiles, delete_unfinished, write_pair
-from megatron_wrap.data.indexed.preprocess_record import PreprocessProgress, Record, named_write_errors
+from megatron_wrap.data.indexed.preprocess_record import CONTINUES, PreprocessProgress, Record
 from megatron_wrap.data.preprocess.documents import Batch, InputFiles, Position, Unit
 from megatron_wrap.data.preprocess.encoding import Encoded, Encoder
 from megatron_wrap.errors import DataError
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.utils.atomic_write import named_write_errors
 from megatron_wrap.utils.pools.processes import ProcessPool
 
 _MESSAGES = 5
@@ -97,7 +98,7 @@ def preprocess(
     pool = ProcessPool(encoder, settings.workers)  # forked before files are opened
     with contextlib.closing(pool), record.locked():
         outputs = _Outputs(settings, encoder.dtype, progress)
-        with named_write_errors(settings.output_prefix):
+        with named_write_errors(settings.output_prefix, CONTINUES, DataError):
             if not progress.all_read:
                 _encode(settings, inputs, pool, outputs, progress, record, report, record_seconds)
             if progress.documents == 0:

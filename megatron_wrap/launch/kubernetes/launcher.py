@@ -32,7 +32,7 @@ from megatron_wrap.launch.kubernetes.kubectl import Kubectl
 from megatron_wrap.launch.kubernetes.manifest import Pods, manifest, words_of
 from megatron_wrap.launch.kubernetes.settings import check_settings, grace_seconds, job_name
 from megatron_wrap.parallel.interrupts import INTERRUPTED
-from megatron_wrap.utils.atomic_write import write_atomically
+from megatron_wrap.utils.atomic_write import named_write_errors, write_atomically
 
 MANIFEST = "trainjob.yaml"
 """In the output folder."""
@@ -204,14 +204,10 @@ def _written(launch: Launch) -> tuple[Path, str]:
     )
     text = manifest(pods, config.kubernetes)
     path = _path(config)
-    try:
+    advice = "set megatron_wrap.launch.kubernetes.manifest to a file on this machine"
+    with named_write_errors(f"the manifest {path}", advice):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"the manifest {path} cannot be written ({error.strerror}); set megatron_wrap.launch.kubernetes.manifest "
-            "to a file on this machine"
-        ) from None
     return path, text
 
 
