@@ -7,14 +7,14 @@ import argparse
 import contextlib
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_wrap.cli.main import COMMANDS, command_parser
 from megatron_wrap.config.decode import read_view, section_hints
 from megatron_wrap.config.reading.tree import SELECT, Folder, open_tree
-from megatron_wrap.config.schema.run import SECTION_PATHS
+from megatron_wrap.config.schema.run import SECTION_AT, SECTION_PATHS
 from megatron_wrap.errors import MegatronWrapError
 
 EXAMPLES = (
@@ -144,8 +144,8 @@ def _keys(config: str, root: Folder) -> dict[str, set[str]]:
     """Dotted path of each section -> its keys: of the dataclasses, and where the run can be read, of the files that it
     selects, such as those of its flow."""
     keys = {path: set(section_hints(section)) for section, path in SECTION_PATHS.items()}
-    for path, folder in _selections(root, "").items():
-        keys.setdefault(path, set()).update([SELECT] if folder.entries else [])
+    for path, entry in root.sections().items():
+        keys.setdefault(path, set()).update([SELECT] if isinstance(entry, Folder) and entry.entries else [])
     with contextlib.suppress(MegatronWrapError):
         for path, section in read_view(config).sections.items():
             keys.setdefault(path, set()).update(section.origins)
@@ -155,10 +155,9 @@ def _keys(config: str, root: Folder) -> dict[str, set[str]]:
 def _values(root: Folder, section: str, key: str) -> list[str]:
     """The values of a key, as far as it has few."""
     if key == SELECT:
-        selection = _selections(root, "").get(section)
-        return [] if selection is None else list(selection.entries)
-    name = next((name for name, path in SECTION_PATHS.items() if path == section), None)
-    hint: Any = None if name is None else section_hints(name).get(key)
+        selection = root.sections().get(section)
+        return list(selection.entries) if isinstance(selection, Folder) else []
+    hint: Any = section_hints(SECTION_AT[section]).get(key) if section in SECTION_AT else None
     texts: list[str] = []
     for part in (hint, *get_args(hint)) if get_origin(hint) is not Literal else (hint,):
         if part is bool:
@@ -168,17 +167,6 @@ def _values(root: Folder, section: str, key: str) -> list[str]:
         elif get_origin(part) is Literal:
             texts += [str(value) for value in get_args(part)]
     return texts
-
-
-def _selections(folder: Folder, path: str) -> Mapping[str, Folder]:
-    """Dotted path of each folder of which a run selects a file."""
-    if folder.selects_one:
-        return {path: folder}
-    selections: dict[str, Folder] = {}
-    for name, entry in folder.entries.items():
-        if isinstance(entry, Folder):
-            selections |= _selections(entry, f"{path}.{name}" if path else name)
-    return selections
 
 
 def _root(config: str) -> Folder:

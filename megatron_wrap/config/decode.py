@@ -14,16 +14,16 @@ from megatron_wrap.config.reading.origins import ComposedConfig, Origin
 from megatron_wrap.config.reading.unknown_keys import KeyRules
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, read_yaml, shown_path
 from megatron_wrap.config.schema.familiar_names import familiar_advice, unknown_key_hint
+from megatron_wrap.config.schema.keys import with_default
 from megatron_wrap.config.schema.reference_models import decode_reference_model
 from megatron_wrap.config.schema.retired_keys import SET_ELSEWHERE, key_advice
-from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
+from megatron_wrap.config.schema.run import CATCH_ALL, SECTION_AT, SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.config.schema.sources import decode_evaluation_sets, decode_sources
 from megatron_wrap.config.schema.types import Mismatch, check_value, parse_annotation
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, Mistakes
 from megatron_wrap.hidden_secrets import remember_secrets
 
-_CATCH_ALL = {"upstream", "options"}
 _PLUG_INS = {SECTION_PATHS["flow"]: "flow_key"}
 _DECODERS: dict[tuple[str, str], Callable[[Node, str], Any]] = {
     ("data", "train"): decode_sources,
@@ -31,7 +31,6 @@ _DECODERS: dict[tuple[str, str], Callable[[Node, str], Any]] = {
     ("models", "reference"): decode_reference_model,
     ("models", "teacher"): decode_reference_model,
 }
-_SECTION_OF_PATH = {path: section for section, path in SECTION_PATHS.items()}
 
 
 def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -88,16 +87,16 @@ def load_resolved(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 @functools.cache
 def section_hints(section: str) -> dict[str, Any]:
     """Key -> type, for the keys that a section's dataclass declares."""
-    return {key: hint for key, hint in get_type_hints(_section_class(section)).items() if key not in _CATCH_ALL}
+    return {key: hint for key, hint in get_type_hints(_section_class(section)).items() if key not in CATCH_ALL}
 
 
 def _more_keys(path: str) -> Collection[str]:
-    section = _SECTION_OF_PATH.get(path)
+    section = SECTION_AT.get(path)
     if section is None:
         return ()
     upstream = upstream_fields(UPSTREAM[section]) if section in UPSTREAM else ()
     further = [name for name in upstream if name not in SET_ELSEWHERE[section]]
-    return [*further, *sorted(_with_default(section) - _CATCH_ALL)]
+    return [*further, *sorted(with_default(_section_class(section)) - CATCH_ALL)]
 
 
 def _decode_section(tree: ComposedConfig, section: str) -> Any:
@@ -106,8 +105,9 @@ def _decode_section(tree: ComposedConfig, section: str) -> Any:
         raise ConfigError(f"{tree.view_file} {path}: the section is missing from the tree")
     values, origins = tree.section_values(path), tree.sections[path].origins
     hints = section_hints(section)
+    section_class = _section_class(section)
     decoded: dict[str, Any] = {}
-    defaults = _with_default(section)
+    defaults = with_default(section_class)
     mistakes = Mistakes()
     for key, hint in hints.items():
         if key not in values and key in defaults:
@@ -120,8 +120,7 @@ def _decode_section(tree: ComposedConfig, section: str) -> Any:
                 decoded[key] = _DECODERS[section, key](_last_node(origins[key]), f"{path}.{key}")
             else:
                 decoded[key] = _checked(tree, values[key], origins[key], hint, f"{path}.{key}")
-    section_class = _section_class(section)
-    catch_all = _CATCH_ALL & {field.name for field in dataclasses.fields(section_class)}
+    catch_all = CATCH_ALL & {field.name for field in dataclasses.fields(section_class)}
     further = [key for key in values if key not in hints]
     for name in catch_all:
         decode_further = _decode_upstream if name == "upstream" else _decode_option
@@ -141,14 +140,6 @@ def _decode_section(tree: ComposedConfig, section: str) -> Any:
 @functools.cache  # typing evaluates the hints at each call
 def _section_class(section: str) -> Any:
     return get_type_hints(RunConfig)[section]
-
-
-@functools.cache
-def _with_default(section: str) -> frozenset[str]:
-    fields, missing = dataclasses.fields(_section_class(section)), dataclasses.MISSING
-    return frozenset(
-        field.name for field in fields if field.default is not missing or field.default_factory is not missing
-    )
 
 
 def _last_node(origins: Any) -> Node:

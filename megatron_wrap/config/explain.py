@@ -11,7 +11,7 @@ from megatron_wrap.config.reading.origins import ComposedConfig, Origin, Section
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.familiar_names import familiar_advice
 from megatron_wrap.config.schema.keys import describe_key, documentation
-from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
+from megatron_wrap.config.schema.run import SECTION_AT, SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.config.schema.types import describe_type
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, closest, did_you_mean
@@ -115,7 +115,7 @@ def _kind_and_doc(section: Section, key: str, values: Sequence[Any]) -> tuple[st
     Args:
         values: all values that were set, the default first; they determine the type of a plug-in's key.
     """
-    name = next((name for name, path in SECTION_PATHS.items() if path == section.path), None)
+    name = SECTION_AT.get(section.path)
     if name is not None:
         section_class = get_type_hints(RunConfig)[name]
         if key in section_hints(name):

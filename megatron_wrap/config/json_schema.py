@@ -5,11 +5,11 @@ YAML), and the resolved configuration beside a checkpoint. The sections are thos
 the tree.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
+from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.json_types import (
     Schema,
     definitions,
@@ -19,14 +19,13 @@ from megatron_wrap.config.json_types import (
     upstream_keys,
 )
 from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, shipped_schema
-from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
+from megatron_wrap.config.schema.keys import with_default
+from megatron_wrap.config.schema.run import CATCH_ALL, SECTION_AT, SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.errors import ConfigError
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 FLOW, PROVIDER = SECTION_PATHS["flow"], SECTION_PATHS["model_provider"]
-_CATCH_ALL = frozenset({"upstream", "options"})
 _TREE_FILE, _RESOLVED = "file-of-the-tree", "resolved-configuration"
-_SECTION_AT = {path: section for section, path in SECTION_PATHS.items()}
 
 FlowKeys = Mapping[str, Mapping[str, Schema]]
 """flow_key -> key -> schema, for the flows whose keys are known."""
@@ -67,8 +66,8 @@ def json_schema(root: Folder, flows: FlowKeys, upstream: UpstreamKeys) -> Schema
     for key, keys in flows.items():
         defs[_flow_name(key)] = {"properties": dict(keys), "additionalProperties": False}
     files: list[Schema] = []
-    for path, entry in _sections(root, "").items():
-        keys = defs[keys_name(path)] = _keys(path, entry, flows, upstream.get(_SECTION_AT[path], {}))
+    for path, entry in root.sections().items():
+        keys = defs[keys_name(path)] = _keys(path, entry, flows, upstream.get(SECTION_AT[path], {}))
         defs[path] = _selection(entry, path, flows) if isinstance(entry, Folder) else _ref(keys_name(path))
         files.append(_tree_file(entry, path, keys["properties"], flows))
     defs[_TREE_FILE] = {"anyOf": files}
@@ -110,18 +109,6 @@ def _is(key: str, value: Any) -> Schema:
     return {"properties": {key: {"const": value}}, "required": [key]}
 
 
-def _sections(folder: Folder, path: str) -> dict[str, Folder | TreeFile]:
-    """Dotted path of each section -> its file, or the folder from which a run selects one."""
-    sections: dict[str, Folder | TreeFile] = {}
-    for name, entry in folder.entries.items():
-        entry_path = f"{path}.{name}" if path else name
-        if isinstance(entry, Folder) and not entry.selects_one:
-            sections |= _sections(entry, entry_path)
-        else:
-            sections[entry_path] = entry
-    return sections
-
-
 def _folder(folder: Folder, path: str, section: Callable[[str], Schema]) -> Schema:
     """A mapping with the sections below a folder; section(path) is the schema of each."""
     properties = {}
@@ -135,7 +122,7 @@ def _folder(folder: Folder, path: str, section: Callable[[str], Schema]) -> Sche
 
 
 def _section_class(path: str) -> type:
-    section_class: type = get_type_hints(RunConfig)[_SECTION_AT[path]]
+    section_class: type = get_type_hints(RunConfig)[SECTION_AT[path]]
     return section_class
 
 
@@ -145,7 +132,7 @@ def _keys(path: str, entry: Folder | TreeFile, flows: FlowKeys, upstream: Mappin
     schema: Schema = {
         "type": ["object", "null"],
         "description": " ".join((section_class.__doc__ or "").split()),
-        "properties": {**keys_schema(section_class, without=_CATCH_ALL), **upstream},
+        "properties": {**keys_schema(section_class, without=CATCH_ALL), **upstream},
     }
     if path == FLOW:
         schema["allOf"] = [_when(_is("flow_key", key), _ref(_flow_name(key))) for key in flows]
@@ -154,13 +141,6 @@ def _keys(path: str, entry: Folder | TreeFile, flows: FlowKeys, upstream: Mappin
     defined = {key for file in _files(entry).values() for key in file.read().value} if path == PROVIDER else set()
     schema["properties"] |= {key: {} for key in sorted(defined - {INHERIT, *schema["properties"]})}
     return {**schema, "additionalProperties": False}
-
-
-def _required(path: str) -> list[str]:
-    """Keys of a section without a default."""
-    fields, missing = dataclasses.fields(_section_class(path)), dataclasses.MISSING
-    required = [field.name for field in fields if field.default is missing and field.default_factory is missing]
-    return [name for name in required if name not in _CATCH_ALL]
 
 
 def _within_run(path: str, flow_key: str | None = None) -> Schema:
@@ -227,7 +207,12 @@ def _tree_file(entry: Folder | TreeFile, path: str, keys: Mapping[str, Schema], 
     the same folder."""
     files = _files(entry) if isinstance(entry, Folder) else {}
     inherited: Schema = {INHERIT: {"enum": [f"{name}.yaml" for name in files]}} if files else {}
-    required = {name: or_null(_key_ref(keys_name(path), name)) for name in _required(path)}
+    optional = with_default(_section_class(path))
+    required = {
+        name: or_null(_key_ref(keys_name(path), name))
+        for name in section_hints(SECTION_AT[path])
+        if name not in optional
+    }
     properties = {**inherited, **{name: _key_ref(keys_name(path), name) for name in keys}, **required}
     file: Schema = {"type": "object", "properties": properties}
     if path not in (FLOW, PROVIDER):

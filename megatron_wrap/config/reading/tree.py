@@ -39,6 +39,19 @@ class Folder:
     skipped_without_selection: bool = False
     entries: dict[str, "Folder | TreeFile"] = field(default_factory=dict)
 
+    def sections(self, path: str = "") -> dict[str, "Folder | TreeFile"]:
+        """Dotted path of each section -> its file, or the folder from which a run selects one.
+
+        Args:
+            path: of this folder.
+        """
+        sections: dict[str, Folder | TreeFile] = {}
+        for name, entry in self.entries.items():
+            entry_path = f"{path}.{name}" if path else name
+            is_section = isinstance(entry, TreeFile) or entry.selects_one
+            sections |= {entry_path: entry} if is_section else entry.sections(entry_path)
+        return sections
+
 
 def shipped_root() -> Path:
     """The shipped tree: `configs/nest` in the installed package, or in the root of a checkout."""

@@ -78,6 +78,15 @@ def has_yaml_form(field: Field[Any]) -> bool:
     return field.metadata.get(_KIND) is not None
 
 
+@functools.cache
+def with_default(section: type) -> frozenset[str]:
+    """Names of the fields of a dataclass that have a default."""
+    fields = dataclasses.fields(section)
+    return frozenset(
+        field.name for field in fields if field.default is not MISSING or field.default_factory is not MISSING
+    )
+
+
 def describe_key(section: type, name: str) -> str:
     """The type and the range of a key in words, such as `a number or null, above 0`."""
     field = next(field for field in dataclasses.fields(section) if field.name == name)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import get_type_hints
 
-from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.config.schema.run import CATCH_ALL, SECTION_AT, SECTION_PATHS, RunConfig
 from megatron_wrap.config.schema.training import RecomputeConfig
 
 _ARCH, _PARALLEL = SECTION_PATHS["arch"], SECTION_PATHS["parallel"]
@@ -140,13 +140,13 @@ SET_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 
 def key_advice(section_path: str, key: str) -> str | None:
     """What to do about a key that does not belong in this section; None for an unknown key."""
-    for section, path in SECTION_PATHS.items():
-        if path == section_path and key in SET_ELSEWHERE.get(section, {}):
-            return SET_ELSEWHERE[section][key]
+    elsewhere = SET_ELSEWHERE.get(SECTION_AT.get(section_path, ""), {})
+    if key in elsewhere:
+        return elsewhere[key]
     if key in RETIRED:
         return RETIRED[key]
     hints = get_type_hints(RunConfig)
     for section, path in SECTION_PATHS.items():
-        if path != section_path and key in {field.name for field in fields(hints[section])} - {"upstream", "options"}:
+        if path != section_path and key in {field.name for field in fields(hints[section])} - CATCH_ALL:
             return f"belongs to {path}"
     return None

@@ -309,6 +309,12 @@ SECTION_PATHS: dict[str, str] = {
 }
 """Field of `RunConfig` -> dotted path in the tree."""
 
+SECTION_AT = {path: section for section, path in SECTION_PATHS.items()}
+"""Dotted path of a section of the YAML -> field of `RunConfig`."""
+
+CATCH_ALL = frozenset({"upstream", "options"})
+"""Fields of sections that are no keys: they have the keys that no other field has."""
+
 UPSTREAM: dict[str, str] = {
     "arch": "TransformerConfig",
     "optimizer": "OptimizerConfig",
