@@ -68,7 +68,7 @@ setup(
     package_data={
         "megatron_wrap": ["py.typed"],
         "megatron_wrap.bridge": ["measured_families.json"],
-        "megatron_wrap.cli": ["templates/*"],
+        "megatron_wrap.cli": ["examples.txt", "templates/*"],
         "megatron_wrap.config.schema": ["familiar_names.yaml"],
         "megatron_wrap.launch.slurm": ["job.sh"],
         "megatron_wrap.report": ["*.css", "*.js"],

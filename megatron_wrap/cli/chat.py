@@ -16,15 +16,6 @@ from megatron_wrap.utils.atomic_write import write_atomically
 if TYPE_CHECKING:
     from megatron_wrap.core import MegatronWrap
 
-EXAMPLES = (
-    ("the newest checkpoint of the run that scripts/run_example.sh has trained", "chat configs/tiny-llama-sft.yaml"),
-    (
-        "each prompt of a file of JSON lines, with a Hugging Face folder on two tensor-parallel processes",
-        "chat outputs/tiny-llama-sft/hf --prompts prompts.jsonl --output answers.jsonl "
-        "megatron_lm.model.parallel.tensor_model_parallel_size=2",
-    ),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""

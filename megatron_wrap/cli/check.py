@@ -17,15 +17,6 @@ from megatron_wrap.core.validation.validations import Item, check, errors_of
 from megatron_wrap.errors import ConfigError, MegatronWrapError
 from megatron_wrap.metrics.number_format import counted
 
-EXAMPLES = (
-    ("a configuration on this machine", "check configs/tiny-llama-mock.yaml"),
-    (
-        "its layout in eight processes, with an override",
-        "check configs/tiny-llama-mock.yaml --nproc-per-node 8 megatron_lm.model.parallel.tensor_model_parallel_size=2",
-    ),
-    ("for a program", "check configs/tiny-llama-mock.yaml --json"),
-)
-
 
 @dataclass(frozen=True)
 class Checked:

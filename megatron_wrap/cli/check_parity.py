@@ -8,15 +8,6 @@ from pathlib import Path
 
 from megatron_wrap.cli.arguments import add_run_arguments
 
-EXAMPLES = (
-    ("all layouts of up to four processes, with a tiny model", "check-parity configs/tiny-llama-mock.yaml"),
-    ("some layouts", "check-parity configs/tiny-llama-mock.yaml --layouts dp2,cp2,tp2-sp"),
-    (
-        "another flow on the same configuration, and a report as JSON",
-        "check-parity configs/tiny-llama-sft.yaml --flow gpt_sft --max-processes 2 --json report.json",
-    ),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""

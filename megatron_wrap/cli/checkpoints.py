@@ -18,11 +18,6 @@ from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.number_format import counted, with_prefix
 from megatron_wrap.remote.files import is_remote
 
-EXAMPLES = (
-    ("the checkpoints of a run, which may still train", "checkpoints outputs/my-run/checkpoints"),
-    ("the checkpoints of a remote folder", "checkpoints s3://my-bucket/my-run"),
-    ("read all files, and compare them with what was saved", "checkpoints outputs/my-run/checkpoints --verify"),
-)
 _HEAD = ("checkpoint", "size", "saved", "layout", "megatron-core", "state")
 _AXES = ("tp", "pp", "cp", "dp", "ep")
 _SET_ASIDE = "set aside as damaged"

@@ -17,11 +17,6 @@ from megatron_wrap.config.reading.tree import SELECT, Folder, open_tree
 from megatron_wrap.config.schema.run import SECTION_AT, SECTION_PATHS
 from megatron_wrap.errors import MegatronWrapError
 
-EXAMPLES = (
-    ("for bash: write the output to a file that ~/.bashrc sources", "completion bash"),
-    ("for zsh: to a file that ~/.zshrc sources after compinit", "completion zsh"),
-    ("for fish: to ~/.config/fish/completions/megatron-wrap.fish", "completion fish"),
-)
 _BASH = """\
 _megatron_wrap() {
     local IFS=$'\\n'

@@ -28,14 +28,6 @@ from megatron_wrap.launch.local.launcher import subject_of
 from megatron_wrap.launch.local.nodes import nodes_of
 from megatron_wrap.platform.base.machine import visible_gpus
 
-EXAMPLES = (
-    ("this machine", "doctor"),
-    ("this machine for a run: its folders, GPUs and processes", "doctor configs/tiny-llama-mock.yaml"),
-    (
-        "all nodes of a run, compared: this command on each, with torchrun's variables",
-        "doctor configs/tiny-llama-mock.yaml --nproc-per-node 2",
-    ),
-)
 _PROCESSES = 2
 """Of an all-reduce without a run and without GPUs."""
 _MEETING_SECONDS = 60.0

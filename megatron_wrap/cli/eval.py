@@ -17,19 +17,6 @@ from megatron_wrap.utils.atomic_write import write_atomically
 if TYPE_CHECKING:
     from megatron_wrap.core import MegatronWrap
 
-EXAMPLES = (
-    ("a task, with the model that export-hf has written", "eval outputs/tiny-llama-sft/hf --tasks arc_easy"),
-    (
-        "two tasks with a checkpoint on two tensor-parallel processes, and the results as JSON",
-        "eval configs/tiny-llama-sft.yaml --tasks arc_easy,gsm8k --output results.json "
-        "megatron_lm.model.parallel.tensor_model_parallel_size=2",
-    ),
-    (
-        "a task of your own, a YAML file of lm-evaluation-harness in the folder my_tasks",
-        "eval outputs/tiny-llama-sft/hf --tasks my_task --include-path my_tasks",
-    ),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand; options of lm_eval have its names, also with its underscores."""

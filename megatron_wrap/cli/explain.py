@@ -20,23 +20,6 @@ from megatron_wrap.plan.context_exchange import exchange_choice
 from megatron_wrap.plan.pipeline_split import split_choice
 from megatron_wrap.platform.base.machine import this_machine
 
-EXAMPLES = (
-    ("one key; its own name is enough if only one section has it", "explain configs/tiny-llama-sft.yaml eval_interval"),
-    ("a section", "explain configs/tiny-llama-sft.yaml megatron_lm.model.parallel"),
-    (
-        "a field of Megatron-Core that no file sets",
-        "explain configs/tiny-llama-sft.yaml megatron_lm.model.arch.qk_l2_norm",
-    ),
-    (
-        "the modules that an adapter trains beside",
-        "explain configs/tiny-llama-sft.yaml megatron_wrap.adapter megatron_wrap.adapter.__select__=lora",
-    ),
-    (
-        "all values, with an override",
-        "explain configs/tiny-llama-sft.yaml megatron_lm.train.learning-rate.lr=1e-3",
-    ),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""

@@ -7,17 +7,6 @@ import argparse
 from megatron_wrap.bridge.loading.hub import read_run_content
 from megatron_wrap.inference.trained_model import checkpoint_content, checkpoint_of, named_provider
 
-EXAMPLES = (
-    (
-        "the newest checkpoint of the run that scripts/run_example.sh has trained",
-        "export-hf configs/tiny-llama-sft.yaml outputs/tiny-llama-sft/hf",
-    ),
-    (
-        "one checkpoint, in bfloat16",
-        "export-hf outputs/tiny-llama-sft/checkpoints/iter_0000100 outputs/tiny-llama-sft/hf-100 --dtype bfloat16",
-    ),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""

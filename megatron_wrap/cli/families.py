@@ -12,10 +12,6 @@ from typing import Any
 from megatron_wrap.cli.text_table import text_table
 from megatron_wrap.config.hugging_face import FAMILIES, UNSUPPORTED, WITH_VISION
 
-EXAMPLES = (
-    ("the families, their sizes, and the largest difference from transformers", "families"),
-    ("the same for a program", "families --json"),
-)
 _HEAD = ("model_type", "difference", "layouts", "sizes")
 
 

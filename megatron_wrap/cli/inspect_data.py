@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from megatron_wrap.data.inspect.mistakes import Tokens
     from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 
-EXAMPLES = (
-    ("five samples with their trained tokens, a summary, and a page", "inspect-data configs/tiny-llama-sft.yaml"),
-    (
-        "an evaluation set, with the loss on the last answer only, and a page of that name",
-        "inspect-data configs/tiny-llama-sft.yaml --split validation --output validation.html "
-        "megatron_wrap.flow.loss_on=last_assistant",
-    ),
-)
 _ON_PAGE = 300
 _COLORS = {"trained": ("\x1b[30;42m", "\x1b[0m"), "cut": ("\x1b[2;9m", "\x1b[0m"), "other": ("", "")}
 _SIGNS = {"trained": ("[[", "]]"), "cut": ("~~", "~~"), "other": ("", "")}

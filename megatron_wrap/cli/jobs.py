@@ -23,11 +23,6 @@ from megatron_wrap.launch.slurm.jobs import (
 )
 from megatron_wrap.metrics.number_format import with_prefix
 
-EXAMPLES = (
-    ("the newest jobs of `megatron-wrap train ... --launcher slurm`, with state, step, speed and last error", "jobs"),
-    ("what a job prints, until it ends; the exit code is that of the run", "jobs --follow 1234"),
-    ("end a job by its number or name; the run saves first", "jobs --cancel 1234"),
-)
 _HEAD = ("job", "name", "state", "step", "speed", "output folder", "last error")
 
 

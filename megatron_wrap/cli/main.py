@@ -5,6 +5,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from megatron_wrap import __version__
@@ -34,16 +35,11 @@ COMMANDS: dict[str, str] = {
     "families": "list the Hugging Face families, and how they compare with transformers",
     "completion": "print the code by which a shell completes this command",
 }
-"""Subcommand -> purpose. `cli/NAME.py` (`_` for `-`) defines `EXAMPLES`, `add_arguments(parser)` and `run(args)`."""
+"""Subcommand -> purpose. `cli/NAME.py` (`_` for `-`) defines `add_arguments(parser)` and `run(args)`, and
+`examples.txt` has the examples of its help."""
 
 _LISTED = f"; the commands are {', '.join(COMMANDS)}"
 _HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=26)
-EXAMPLES = (
-    ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),
-    ("the value of a key, what it means and where it was set", "explain configs/tiny-llama-sft.yaml seed"),
-    ("a flow of your own", "new-flow focal_loss --folder my_flows"),
-)
-"""(comment, arguments) of the examples that `megatron-wrap --help` shows; a subcommand's `EXAMPLES` are the same."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +93,7 @@ def command_parser(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(
         prog=f"megatron-wrap {name}",
         description=f"{purpose[0].upper()}{purpose[1:]}.",
-        epilog=_epilog(module.EXAMPLES),
+        epilog=_epilog(name),
         formatter_class=_HELP_FORMAT,
     )
     module.add_arguments(parser)
@@ -111,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-wrap",
         usage="megatron-wrap [-h] [--version] COMMAND ...",
         description=f"Train models with Megatron-Core.\n\ncommands (`megatron-wrap COMMAND --help`):\n{listed}",
-        epilog=_epilog(EXAMPLES),
+        epilog=_epilog("megatron-wrap"),
         formatter_class=_HELP_FORMAT,
     )
     parser.add_argument("--version", action="version", version=f"megatron-wrap {__version__}")
@@ -131,9 +127,11 @@ def _hint(argument: str, options: Sequence[str]) -> str:
     return did_you_mean(name, options) if advice is None else f"; {advice}"
 
 
-def _epilog(examples: Sequence[tuple[str, str]]) -> str:
-    lines = [line for comment, arguments in examples for line in (f"  # {comment}", f"  megatron-wrap {arguments}")]
-    return "\n".join(["examples, in a checkout of the repository:", *lines])
+def _epilog(command: str) -> str:
+    """The examples of a subcommand, or of `megatron-wrap` itself, as `examples.txt` has them."""
+    blocks = Path(__file__).with_name("examples.txt").read_text(encoding="utf-8").rstrip().split("\n\n")
+    examples = {name: lines for name, _, lines in (block.partition("\n") for block in blocks)}
+    return f"examples, in a checkout of the repository:\n{examples[command]}"
 
 
 if __name__ == "__main__":

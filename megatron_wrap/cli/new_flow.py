@@ -16,11 +16,6 @@ from megatron_wrap.config.reading.tree import schema_line
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils.atomic_write import named_write_errors
 
-EXAMPLES = (
-    ("my_flows/focal_loss.py, its configuration, samples and test", "new-flow focal_loss --folder my_flows"),
-    ("in the working directory", "new-flow my_loss"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""

@@ -24,18 +24,6 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.launch.contract.launcher import Launch, Program
 
-EXAMPLES = (
-    (
-        "the log-probabilities of all pairs with the model that the run starts from, which it uses as its reference",
-        "precompute configs/tiny-llama-dpo.yaml --output outputs/tiny-llama-dpo/reference",
-    ),
-    (
-        "those of a fine-tuned model, into the folder that a run with the same override reads",
-        "precompute configs/tiny-llama-dpo.yaml "
-        "megatron_wrap.models.reference='{hf_path: outputs/tuned, precomputed: outputs/tuned-reference}'",
-    ),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""

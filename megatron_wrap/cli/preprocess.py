@@ -15,17 +15,6 @@ from megatron_wrap.metrics.number_format import counted
 if TYPE_CHECKING:
     from megatron_wrap.data.preprocess.preprocess import PreprocessProgress
 
-EXAMPLES = (
-    (
-        "JSON lines with a `text`, each document with an end, into corpus_text_document.bin and .idx",
-        "preprocess --input corpus.jsonl --tokenizer gpt2 --append-eod --output-prefix corpus",
-    ),
-    (
-        "the Python files of a folder",
-        "preprocess --input src --suffixes .py --tokenizer tok --append-eod --output-prefix code",
-    ),
-    ("two pairs of files into one", "preprocess --merge corpus_text_document code_text_document --output-prefix all"),
-)
 _SECONDS_TERMINAL, _SECONDS_FILE = 0.5, 10.0
 
 

@@ -22,14 +22,6 @@ from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.launch.contract.launcher import Launch, Program
 
-EXAMPLES = (
-    ("three steps of a run after five of warm-up, which do not count", "profile configs/tiny-llama-mock.yaml"),
-    (
-        "one step with tensor parallelism, in two processes on the CPU",
-        "profile configs/tiny-llama-mock.yaml --steps 1 megatron_lm.model.parallel.tensor_model_parallel_size=2 "
-        "megatron_wrap.init.platform=cpu",
-    ),
-)
 _NOTHING_SAVED = (
     *(f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "early_stop_patience")),
     *("megatron_wrap.checkpoint.keep=null", "megatron_wrap.checkpoint.best_metric=null"),

@@ -14,14 +14,6 @@ from megatron_wrap.report.run_files import RunFiles, read_run_files
 from megatron_wrap.report.run_page import CheckpointFacts, ReportedRun, build_page, labels_of
 from megatron_wrap.utils.atomic_write import named_write_errors
 
-EXAMPLES = (
-    ("a page of a run, which may still train: its curves, evaluations and configuration", "report outputs/my-run"),
-    (
-        "two runs in the same charts, and each chart as a picture",
-        "report outputs/my-run outputs/other-run --output compared.html --png",
-    ),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""

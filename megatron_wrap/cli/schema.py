@@ -15,14 +15,6 @@ from megatron_wrap.config.json_schema import (
 from megatron_wrap.config.json_types import keys_schema
 from megatron_wrap.config.reading.tree import open_tree, shipped_schema
 
-EXAMPLES = (
-    ("into a file: schema > schema.json, for `# yaml-language-server: $schema=schema.json` in a YAML", "schema"),
-    (
-        "with the keys of a flow of your own, and the files of a folder nest beside the YAML",
-        "schema examples/custom_flow/tiny-llama-max-z.yaml",
-    ),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""

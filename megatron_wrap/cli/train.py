@@ -23,18 +23,6 @@ from megatron_wrap.core.validation import validate
 from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Launch, Program
 
-EXAMPLES = (
-    ("ten steps on random tokens in one process", "train configs/tiny-llama-mock.yaml"),
-    (
-        "the same with tensor parallelism, in two processes on the CPU",
-        "train configs/tiny-llama-mock.yaml megatron_lm.model.parallel.tensor_model_parallel_size=2 "
-        "megatron_wrap.init.platform=cpu",
-    ),
-    ("the run of scripts/run_example.sh, whose data examples/data/build.py makes", "train configs/tiny-llama-sft.yaml"),
-    ("what would run, if nothing is wrong", "train configs/tiny-llama-mock.yaml --dry-run"),
-    ("a training script of your own", "train configs/tiny-llama-mock.yaml --script examples/train.py"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""

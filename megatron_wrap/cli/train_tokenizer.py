@@ -7,14 +7,6 @@ import sys
 
 from megatron_wrap.cli.arguments import add_input_arguments, count
 
-EXAMPLES = (
-    (
-        "32,000 tokens from JSON lines with a `text`, into a folder that AutoTokenizer reads",
-        "train-tokenizer --input corpus.jsonl --vocab-size 32000 --output tok",
-    ),
-    ("from the Python files of a folder", "train-tokenizer --input src --suffixes .py --vocab-size 8192 --output tok"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""

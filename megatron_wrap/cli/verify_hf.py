@@ -12,13 +12,6 @@ from megatron_wrap.config.hugging_face import CONFIG_FILES
 from megatron_wrap.inference.trained_model import content_without_flow
 from megatron_wrap.testing.layouts import one_process_overrides
 
-EXAMPLES = (
-    ("a folder that export-hf has written, in fp32", "verify-hf outputs/tiny-llama-sft/hf"),
-    (
-        "with the precision and kernels of a run, and the verdict as JSON",
-        "verify-hf outputs/tiny-llama-sft/hf configs/tiny-llama-sft.yaml --json verdict.json",
-    ),
-)
 _WITHOUT_CHECKPOINTS = tuple(
     f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "load", "rampup_batch_size")
 )

@@ -257,7 +257,6 @@ def test_wrong_usage_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--jsom"])
     assert end.value.code == 2
-    assert doctor.EXAMPLES
 
 
 def test_a_vocabulary_that_is_the_tokenizers_leaves_the_size_of_a_checkpoint_unknown():
