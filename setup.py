@@ -69,7 +69,7 @@ setup(
         "megatron_wrap": ["py.typed"],
         "megatron_wrap.bridge": ["measured_families.json"],
         "megatron_wrap.cli": ["examples.txt", "templates/*"],
-        "megatron_wrap.config.schema": ["familiar_names.yaml"],
+        "megatron_wrap.config.schema": ["*.yaml"],
         "megatron_wrap.launch.slurm": ["job.sh"],
         "megatron_wrap.report": ["*.css", "*.js"],
         "megatron_wrap.configs": ["schema.json", "nest/**/*.yaml", "nest/**/__confignest_manifest__"],

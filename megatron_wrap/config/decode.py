@@ -16,7 +16,7 @@ from megatron_wrap.config.reading.yaml_nodes import Node, describe, read_yaml, s
 from megatron_wrap.config.schema.familiar_names import familiar_advice, unknown_key_hint
 from megatron_wrap.config.schema.keys import with_default
 from megatron_wrap.config.schema.reference_models import decode_reference_model
-from megatron_wrap.config.schema.retired_keys import SET_ELSEWHERE, key_advice
+from megatron_wrap.config.schema.retired_keys import key_advice, set_elsewhere
 from megatron_wrap.config.schema.run import CATCH_ALL, SECTION_AT, SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.config.schema.sources import decode_evaluation_sets, decode_sources
 from megatron_wrap.config.schema.types import Mismatch, check_value, parse_annotation
@@ -95,7 +95,7 @@ def _more_keys(path: str) -> Collection[str]:
     if section is None:
         return ()
     upstream = upstream_fields(UPSTREAM[section]) if section in UPSTREAM else ()
-    further = [name for name in upstream if name not in SET_ELSEWHERE[section]]
+    further = [name for name in upstream if name not in set_elsewhere(section)]
     return [*further, *sorted(with_default(_section_class(section)) - CATCH_ALL)]
 
 
@@ -183,8 +183,8 @@ def _decode_upstream(tree: ComposedConfig, section: str, key: str) -> Any:
     origins = tree.sections[section_path].origins[key]
     where = _first_origin(origins).node.where
     fields = upstream_fields(class_name)
-    if key in SET_ELSEWHERE[section]:
-        raise ConfigError(f"{where} {path}: {SET_ELSEWHERE[section][key]}")
+    if key in set_elsewhere(section):
+        raise ConfigError(f"{where} {path}: {set_elsewhere(section)[key]}")
     if key not in fields:
         hint = unknown_key_hint(path, section_hints(section), fields)
         raise ConfigError(f"{where} {path}: unknown key{hint}")

@@ -12,7 +12,7 @@ from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.schema.keys import documentation, has_yaml_form, key_range
 from megatron_wrap.config.schema.reference_models import SOURCES as MODEL_SOURCES
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
-from megatron_wrap.config.schema.retired_keys import SET_ELSEWHERE
+from megatron_wrap.config.schema.retired_keys import set_elsewhere
 from megatron_wrap.config.schema.run import UPSTREAM
 from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.config.schema.types import parse_annotation
@@ -84,7 +84,7 @@ def upstream_keys(section: str) -> dict[str, Schema]:
     for name, field in upstream_fields(UPSTREAM[section]).items():
         members = upstream_enums().get(field.annotation)
         hint: Any = parse_annotation(field.annotation) if members is None else Literal[members]
-        if hint is not None and name not in SET_ELSEWHERE[section] and name not in section_hints(section):
+        if hint is not None and name not in set_elsewhere(section) and name not in section_hints(section):
             keys[name] = described(type_schema(hint), _upstream_text(UPSTREAM[section], field))
     return keys
 

@@ -23,7 +23,7 @@ import yaml
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.decode import load_tree
-from megatron_wrap.config.schema.retired_keys import RETIRED, SET_ELSEWHERE
+from megatron_wrap.config.schema.retired_keys import retired_keys, set_elsewhere
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM
 from megatron_wrap.config.schema.upstream import upstream_fields
 from megatron_wrap.errors import MegatronWrapError
@@ -57,7 +57,7 @@ def read(config: Path) -> Run:
         f"{SECTION_PATHS[name]}.{field}"
         for name, class_name in UPSTREAM.items()
         for field in upstream_fields(class_name)
-        if field not in SET_ELSEWHERE[name]
+        if field not in set_elsewhere(name)
     ]
     names = {
         "section": sorted(sections),
@@ -66,7 +66,7 @@ def read(config: Path) -> Run:
         "field": sorted(fields),
         "selection": sorted(f"{path}.{name}" for path, name in selected.items()),
     }
-    elsewhere = [key for keys in (*SET_ELSEWHERE.values(), RETIRED) for key in keys]
+    elsewhere = [key for keys in (*map(set_elsewhere, UPSTREAM), retired_keys()) for key in keys]
     segments = {segment for paths in names.values() for path in paths for segment in path.split(".")}
     choices = [entry.stem for entry in (CONFIGS / "nest").rglob("*")]
     valid = frozenset([*elsewhere, *segments, *choices])

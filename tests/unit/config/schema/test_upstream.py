@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron_wrap.config.decode import section_hints
-from megatron_wrap.config.schema.retired_keys import SET_ELSEWHERE
+from megatron_wrap.config.schema.retired_keys import set_elsewhere
 from megatron_wrap.config.schema.run import UPSTREAM
 from megatron_wrap.config.schema.types import parse_annotation
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
@@ -68,8 +68,8 @@ def test_advice_names_real_fields_and_real_keys(section: str) -> None:
         "experimental_attention_variant_loss_scale_func",
     }
     known = set(upstream_fields(UPSTREAM[section])) | one_version_only
-    assert set(SET_ELSEWHERE[section]) <= known
-    assert not set(SET_ELSEWHERE[section]) & set(section_hints(section))
+    assert set(set_elsewhere(section)) <= known
+    assert not set(set_elsewhere(section)) & set(section_hints(section))
 
 
 def test_reading_imports_nothing() -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.checkpoint.files.store import TRACKER, CheckpointStore
-from megatron_wrap.cli import doctor
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import PlatformError
