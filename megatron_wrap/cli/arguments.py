@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,3 +48,8 @@ def count(text: str) -> int:
     if value < 1:
         raise ValueError(f"{value} is below 1")
     return value
+
+
+def selected(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The values of some arguments, for a function whose parameters have their names."""
+    return {name: getattr(arguments, name) for name in names}

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from megatron_wrap.cli.arguments import count
+from megatron_wrap.cli.arguments import count, selected
 from megatron_wrap.cli.model_processes import add_model_arguments, run_on_processes
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.inference.prompts import read_prompts
@@ -49,7 +49,7 @@ def use_model(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
     from megatron_wrap.inference.chat import Conversation, Sampling, complete_rows, talk
 
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "batch_size")
-    sampling = Sampling(**{name: getattr(arguments, name) for name in names})
+    sampling = Sampling(**selected(arguments, *names))
     rank = wrap.state.parallel.world.rank
     if arguments.prompts:
         rows = complete_rows(wrap, read_prompts(arguments.prompts), sampling, arguments.system)

@@ -48,10 +48,7 @@ def add_script_argument(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints a line for each item and a summary; returns 2 if there are errors, else 0."""
     checked = check_of(arguments, starts=False)
-    if arguments.json:
-        print(json.dumps([item._asdict() for item in checked.items], indent=1, ensure_ascii=False))
-    else:
-        print(report(checked.items))
+    print(report(checked.items, arguments.json))
     return checked.exit_code
 
 
@@ -94,8 +91,10 @@ def check_of(arguments: argparse.Namespace, starts: bool) -> Checked:
         return Checked(check(candidate), config)
 
 
-def report(items: Sequence[Item]) -> str:
-    """A line for each item, and the number of errors and warnings."""
+def report(items: Sequence[Item], as_json: bool = False) -> str:
+    """A line for each item, and the number of errors and warnings; or a list of objects."""
+    if as_json:
+        return json.dumps([item._asdict() for item in items], indent=1, ensure_ascii=False)
     width = max(len(item.name) for item in items)
     lines = [f"{item.status:<11}  {item.name:<{width}}  {item.text}" for item in items]
     errors, notes = _count(items, "error"), _count(items, "warning")

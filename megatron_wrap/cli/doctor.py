@@ -13,12 +13,12 @@ from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.check import report
-from megatron_wrap.cli.launching import add_launch_arguments, launcher_of, rendezvous_of
+from megatron_wrap.cli.launching import add_launch_arguments, launch_of, launcher_of, rendezvous_of
 from megatron_wrap.config import RunConfig
 from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation.validations import Item
 from megatron_wrap.errors import ConfigError, LayoutError
-from megatron_wrap.launch.contract.launcher import Launch, Program
+from megatron_wrap.launch.contract.launcher import Program
 from megatron_wrap.launch.doctor.catalogue import CHECKS
 from megatron_wrap.launch.doctor.checks import Answer, Subject, answers
 from megatron_wrap.launch.doctor.nodes import NodeAnswers, merged
@@ -58,8 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _printed(items: Sequence[Item], as_json: bool) -> int:
     """Print the report; returns the exit code."""
-    text = json.dumps([item._asdict() for item in items], indent=1, ensure_ascii=False) if as_json else report(items)
-    sys.stdout.write(f"{text}\n")  # Ray prints a second time what is printed
+    sys.stdout.write(f"{report(items, as_json)}\n")  # Ray prints a second time what is printed
     sys.stdout.flush()
     return _exit_code(items)
 
@@ -85,13 +84,9 @@ def _in_job(launcher: str, config: RunConfig | None, arguments: argparse.Namespa
         raise ConfigError(f"doctor --launcher {launcher} starts a job as a run does; name the CONFIG of one")
     json_words = ["--json"] if arguments.json else []
     words = (arguments.config, *arguments.overrides)
-    launch = Launch(
-        config,
-        command=("doctor", arguments.config, *json_words, *arguments.overrides),
-        program=Program((str(int(arguments.json)), *words), function=run_in_job),
-        num_nodes=arguments.nodes,
-        processes_per_node=arguments.gpus_per_node,
-    )
+    command = ("doctor", arguments.config, *json_words, *arguments.overrides)
+    program = Program((str(int(arguments.json)), *words), function=run_in_job)
+    launch = launch_of(config, arguments, command, program)
     job = launcher_of(config, arguments).start(launch)
     if job.announcement:
         print(job.announcement, file=sys.stderr, flush=True)

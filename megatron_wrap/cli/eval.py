@@ -9,7 +9,7 @@ import os
 from contextlib import nullcontext, redirect_stderr
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.cli.arguments import count
+from megatron_wrap.cli.arguments import count, selected
 from megatron_wrap.cli.model_processes import add_model_arguments, run_on_processes
 from megatron_wrap.errors import ConfigError, did_you_mean
 from megatron_wrap.utils.atomic_write import write_atomically
@@ -79,14 +79,8 @@ def use_model(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
             model,
             tasks=_matching(arguments.tasks, manager),
             task_manager=manager,
-            num_fewshot=arguments.num_fewshot,
-            limit=arguments.limit,
-            batch_size=arguments.batch_size,
-            log_samples=arguments.log_samples,
-            apply_chat_template=arguments.apply_chat_template,
-            system_instruction=arguments.system_instruction,
-            gen_kwargs=arguments.gen_kwargs,
-            confirm_run_unsafe_code=arguments.confirm_run_unsafe_code,
+            **selected(arguments, "num_fewshot", "limit", "batch_size", "log_samples", "apply_chat_template"),
+            **selected(arguments, "system_instruction", "gen_kwargs", "confirm_run_unsafe_code"),
         )
     if results is None or rank != 0:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_wrap.bridge.loading.hub import read_run_content
+from megatron_wrap.cli.arguments import selected
 from megatron_wrap.inference.trained_model import checkpoint_content, checkpoint_of, named_provider
 
 
@@ -41,13 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     with MegatronWrap(read_run_content(content)) as wrap:
         wrap.initialize()
         wrap.setup_model()
-        folder = wrap.save_pretrained(
-            arguments.folder,
-            max_shard_size=arguments.max_shard_size,
-            dtype=arguments.dtype,
-            family=arguments.family,
-            merge=arguments.merge,
-            keep_vision=arguments.keep_vision,
-        )
+        options = selected(arguments, "max_shard_size", "dtype", "family", "merge", "keep_vision")
+        folder = wrap.save_pretrained(arguments.folder, **options)
     print(folder)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import get_args, get_type_hints
 
@@ -18,6 +19,13 @@ from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Ended, Launch, L
 from megatron_wrap.launch.local.launcher import LocalLauncher
 from megatron_wrap.launch.local.nodes import nodes_of
 from megatron_wrap.utils.pools.processes import beside
+
+_LAUNCHERS = {
+    "local": "megatron_wrap.launch.local.launcher:LocalLauncher",
+    "ray": "megatron_wrap.launch.ray_command:RayLauncher",
+    "kubernetes": "megatron_wrap.launch.kubernetes.launcher:KubernetesLauncher",
+    "slurm": "megatron_wrap.launch.slurm.launcher:SlurmLauncher",
+}
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,21 +68,9 @@ def add_start_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launcher_of(config: RunConfig, arguments: argparse.Namespace) -> Launcher:
-    """The launcher of the command line, else of the configuration."""
-    name = _launcher_name(config, arguments)
-    if name == "ray":
-        from megatron_wrap.launch.ray_command import RayLauncher
-
-        return RayLauncher()
-    if name == "kubernetes":
-        from megatron_wrap.launch.kubernetes.launcher import KubernetesLauncher
-
-        return KubernetesLauncher()
-    if name == "slurm":
-        from megatron_wrap.launch.slurm.launcher import SlurmLauncher
-
-        return SlurmLauncher()
-    return LocalLauncher()
+    """The launcher that --launcher or `megatron_wrap.launch.common` names; only its module is imported."""
+    launcher: Launcher = pkgutil.resolve_name(_LAUNCHERS[_launcher_name(config, arguments)])()
+    return launcher
 
 
 def _launcher_name(config: RunConfig, arguments: argparse.Namespace) -> str:
@@ -103,6 +99,18 @@ def rendezvous_of(arguments: argparse.Namespace) -> Rendezvous | None:
     return Rendezvous(arguments.rdzv_endpoint, arguments.rdzv_id or Rendezvous.id)
 
 
+def launch_of(
+    config: RunConfig,
+    arguments: argparse.Namespace,
+    command: Sequence[str],
+    program: Program,
+    saves_on_signals: bool = False,
+) -> Launch:
+    """What a launcher starts, with the sizes that `add_launch_arguments` declares."""
+    sizes = arguments.nodes, arguments.gpus_per_node, rendezvous_of(arguments)
+    return Launch(config, tuple(command), program, *sizes, saves_on_signals)
+
+
 def launch_options(arguments: argparse.Namespace) -> list[str]:
     """The options of `add_launch_arguments` that were given, as they are typed again; on the node of a cluster those
     that submit the run again."""
@@ -127,7 +135,7 @@ def counted_processes(config: RunConfig, arguments: argparse.Namespace, starts: 
     if isinstance(launcher, LocalLauncher):
         sizes = arguments.gpus_per_node, arguments.nodes
         return nodes_of(config, *sizes, rendezvous_of(arguments), starts=starts).world_size
-    return launcher.world_size(Launch(config, (), Program(()), arguments.nodes, arguments.gpus_per_node))
+    return launcher.world_size(launch_of(config, arguments, (), Program(())))
 
 
 def validate_for_launch(config: RunConfig, arguments: argparse.Namespace, validation: Callable[[], object]) -> None:

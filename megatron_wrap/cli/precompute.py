@@ -12,9 +12,9 @@ from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.launching import (
     add_launch_arguments,
     add_start_arguments,
+    launch_of,
     launcher_of,
     read_for_launch,
-    rendezvous_of,
     shares_files,
     started,
 )
@@ -22,7 +22,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.run import check_layout, check_run, check_values
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract.launcher import Launch, Program
+from megatron_wrap.launch.contract.launcher import Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,14 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     (check_run if shares_files(config, arguments) else check_values)(config)
     precompute_config(config)
     output = ["--output", arguments.output] if arguments.output else []
-    launch = Launch(
-        config,
-        command=("precompute", arguments.config, *output, *arguments.overrides),
-        program=Program((folder, arguments.config, *arguments.overrides), function=run_rank),
-        num_nodes=arguments.nodes,
-        processes_per_node=arguments.gpus_per_node,
-        rendezvous=rendezvous_of(arguments),
-    )
+    command = ("precompute", arguments.config, *output, *arguments.overrides)
+    program = Program((folder, arguments.config, *arguments.overrides), function=run_rank)
+    launch = launch_of(config, arguments, command, program)
     launcher = launcher_of(config, arguments)
     check_layout(config, launcher.world_size(launch))
     return started(launch, launcher, arguments).exit_code

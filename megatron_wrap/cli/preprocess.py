@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.cli.arguments import add_input_arguments, count
+from megatron_wrap.cli.arguments import add_input_arguments, count, selected
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.number_format import counted
 
@@ -30,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the tokenizer's eos token")
     parser.add_argument(
-        "--workers", type=count, metavar="N", help="processes; the files do not depend on it (default: one per core)"
+        "--workers",
+        type=count,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes; the files do not depend on it (default: one per core)",
     )
     parser.add_argument(
         "--partitions", type=count, default=1, metavar="N", help="deal documents to N parts in turn (default: 1)"
@@ -55,20 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from megatron_wrap.data.preprocess.preprocess import Preprocessing, preprocess
 
-    settings = Preprocessing(
-        input=arguments.input,
-        tokenizer=arguments.tokenizer,
-        output_prefix=arguments.output_prefix,
-        json_keys=arguments.json_keys,
-        append_eod=arguments.append_eod,
-        workers=arguments.workers or len(os.sched_getaffinity(0)),
-        partitions=arguments.partitions,
-        keep_sequential_samples=arguments.keep_sequential_samples,
-        max_documents=arguments.max_documents,
-        suffixes=arguments.suffixes,
-        text_unit=arguments.text_unit,
-        on_bad_document=arguments.on_bad_document,
-    )
+    settings = Preprocessing(**selected(arguments, *(field.name for field in dataclasses.fields(Preprocessing))))
     lines = _ProgressLines()
     try:
         written = preprocess(settings, lines)

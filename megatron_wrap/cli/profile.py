@@ -11,16 +11,16 @@ from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.launching import (
     add_launch_arguments,
     add_start_arguments,
+    launch_of,
     launcher_of,
     read_for_launch,
-    rendezvous_of,
     shares_files,
     started,
     validate_for_launch,
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract.launcher import Launch, Program
+from megatron_wrap.launch.contract.launcher import Program
 
 _NOTHING_SAVED = (
     *(f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "early_stop_patience")),
@@ -51,14 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_for_launch(arguments, overrides)
     output = ["--output", arguments.output] if arguments.output else []
     numbers = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
-    launch = Launch(
-        config,
-        command=("profile", arguments.config, *numbers, *output, *arguments.overrides),
-        program=Program((arguments.config, *overrides), function=run_rank),
-        num_nodes=arguments.nodes,
-        processes_per_node=arguments.gpus_per_node,
-        rendezvous=rendezvous_of(arguments),
-    )
+    command = ("profile", arguments.config, *numbers, *output, *arguments.overrides)
+    program = Program((arguments.config, *overrides), function=run_rank)
+    launch = launch_of(config, arguments, command, program)
     launcher = launcher_of(config, arguments)
     validation = partial(validate, config, launcher.world_size(launch), has_files=shares_files(config, arguments))
     validate_for_launch(config, arguments, validation)

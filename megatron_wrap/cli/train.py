@@ -11,17 +11,17 @@ from megatron_wrap.cli.check import add_script_argument, check_of, report, scrip
 from megatron_wrap.cli.launching import (
     add_launch_arguments,
     add_start_arguments,
+    launch_of,
     launch_options,
     launcher_of,
     read_for_launch,
-    rendezvous_of,
     shares_files,
     started,
     validate_for_launch,
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Launch, Program
+from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,15 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     has_files = shares_files(config, arguments)
     own_script = script_of(arguments, has_files)
     script = ["--script", own_script] if own_script else []
-    launch = Launch(
-        config,
-        command=("train", arguments.config, *script, *arguments.overrides),
-        program=Program((arguments.config, *arguments.overrides), own_script),
-        num_nodes=arguments.nodes,
-        processes_per_node=arguments.gpus_per_node,
-        rendezvous=rendezvous_of(arguments),
-        saves_on_signals=True,
-    )
+    command = ("train", arguments.config, *script, *arguments.overrides)
+    program = Program((arguments.config, *arguments.overrides), own_script)
+    launch = launch_of(config, arguments, command, program, saves_on_signals=True)
     launcher = launcher_of(config, arguments)
     # a job of Slurm sees the files with which the command that submitted it has validated the run
     if not arguments.dry_run and os.environ.get(LAUNCHED_BY) != "slurm":
@@ -64,6 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
     if ended.finished:
         from megatron_wrap.cli.next_steps import next_steps
 
-        command = ["train", arguments.config, *script, *launch_options(arguments), *arguments.overrides]
-        print(hide_secrets(next_steps(config, command, evaluates=own_script is None)))
+        again = ["train", arguments.config, *script, *launch_options(arguments), *arguments.overrides]
+        print(hide_secrets(next_steps(config, again, evaluates=own_script is None)))
     return ended.exit_code

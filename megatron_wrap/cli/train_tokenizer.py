@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_wrap.cli.arguments import add_input_arguments, count
+from megatron_wrap.cli.arguments import add_input_arguments, count, selected
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         InputFiles(arguments.input, arguments.json_keys, arguments.suffixes, arguments.text_unit),
         arguments.json_keys,
         arguments.output,
-        vocab_size=arguments.vocab_size,
-        special_tokens=arguments.special_tokens,
-        min_frequency=arguments.min_frequency,
-        max_documents=arguments.max_documents,
-        on_bad_document=arguments.on_bad_document,
+        **selected(arguments, "vocab_size", "special_tokens", "min_frequency", "max_documents", "on_bad_document"),
         show_progress=sys.stderr.isatty(),
     )
     print(f"{arguments.output}: {size:,} tokens")

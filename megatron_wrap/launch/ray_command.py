@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.launch.contract.launcher import Ended, Launch, Launcher
+from megatron_wrap.launch.contract.logs import show_from
 from megatron_wrap.launch.ray import require_ray
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel import rank_log
@@ -110,7 +111,7 @@ class _Followed:
         try:
             while thread.is_alive():
                 thread.join(_FOLLOW_SECONDS)
-                shown = self._show(shown)
+                shown = show_from(self._log, shown)
                 if self._signal is not None:
                     with contextlib.suppress(OSError):  # a run that begins removes it
                         self._stop.touch()
@@ -127,15 +128,6 @@ class _Followed:
             self._outcome = self._trainer.fit()
         except BaseException as error:
             self._outcome = error
-
-    def _show(self, shown: int) -> int:
-        with contextlib.suppress(OSError), self._log.open("rb") as log:
-            log.seek(shown)
-            text = log.read()
-            sys.stderr.buffer.write(text)
-            sys.stderr.flush()
-            return shown + len(text)
-        return shown
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:

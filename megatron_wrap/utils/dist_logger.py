@@ -7,6 +7,7 @@ Importing this module does not change loguru's sinks. An entry point calls `conf
 import os
 import sys
 from collections.abc import Callable
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger as _loguru
@@ -26,7 +27,8 @@ class DistLogger:
     """`(error|warning|info|debug)_(rank_0|all_ranks)(message, *args, **kwargs)`.
 
     With arguments, the message is formatted with `str.format`, as in loguru. `_rank_0` methods log on global rank 0 and
-    cost one comparison on other ranks; `_all_ranks` methods add the rank to the line.
+    cost one comparison on other ranks; `_all_ranks` methods add the rank to the line. An argument for the message
+    cannot be named `depth`.
     """
 
     def __init__(self) -> None:
@@ -44,46 +46,21 @@ class DistLogger:
         """Set the global rank of this process, for processes started without RANK; None: use RANK again."""
         self._rank = rank
 
-    def error_rank_0(self, message: str, *args: Any, **kwargs: Any) -> None:
-        """Log a line at level ERROR on global rank 0; other ranks do nothing."""
-        self._write("ERROR", False, message, args, kwargs)
-
-    def error_all_ranks(self, message: str, *args: Any, **kwargs: Any) -> None:
-        """Log a line at level ERROR on this rank, marked with its number."""
-        self._write("ERROR", True, message, args, kwargs)
-
-    def warning_rank_0(self, message: str, *args: Any, **kwargs: Any) -> None:
-        """Log a line at level WARNING on global rank 0; other ranks do nothing."""
-        self._write("WARNING", False, message, args, kwargs)
-
-    def warning_all_ranks(self, message: str, *args: Any, **kwargs: Any) -> None:
-        """Log a line at level WARNING on this rank, marked with its number."""
-        self._write("WARNING", True, message, args, kwargs)
-
-    def info_rank_0(self, message: str, *args: Any, **kwargs: Any) -> None:
-        """Log a line at level INFO on global rank 0; other ranks do nothing."""
-        self._write("INFO", False, message, args, kwargs)
-
-    def info_all_ranks(self, message: str, *args: Any, **kwargs: Any) -> None:
-        """Log a line at level INFO on this rank, marked with its number."""
-        self._write("INFO", True, message, args, kwargs)
-
-    def debug_rank_0(self, message: str, *args: Any, **kwargs: Any) -> None:
-        """Log a line at level DEBUG on global rank 0; other ranks do nothing."""
-        self._write("DEBUG", False, message, args, kwargs)
-
-    def debug_all_ranks(self, message: str, *args: Any, **kwargs: Any) -> None:
-        """Log a line at level DEBUG on this rank, marked with its number."""
-        self._write("DEBUG", True, message, args, kwargs)
-
-    def _write(
-        self, level: str, all_ranks: bool, message: str, args: tuple[Any, ...], kwargs: dict[str, Any], depth: int = 1
-    ) -> None:
-        """`depth` is the number of stack frames between this one and the caller to report, minus one."""
+    def _write(self, level: str, all_ranks: bool, message: str, *args: Any, depth: int = 1, **kwargs: Any) -> None:
+        """`depth` is the number of stack frames between this one and the caller to report."""
         if all_ranks:
-            _loguru.bind(rank=self.rank).opt(depth=depth + 1).log(level, message, *args, **kwargs)
+            _loguru.bind(rank=self.rank).opt(depth=depth).log(level, message, *args, **kwargs)
         elif self.rank == 0:
-            _loguru.opt(depth=depth + 1).log(level, message, *args, **kwargs)
+            _loguru.opt(depth=depth).log(level, message, *args, **kwargs)
+
+    error_rank_0 = partialmethod(_write, "ERROR", False)
+    error_all_ranks = partialmethod(_write, "ERROR", True)
+    warning_rank_0 = partialmethod(_write, "WARNING", False)
+    warning_all_ranks = partialmethod(_write, "WARNING", True)
+    info_rank_0 = partialmethod(_write, "INFO", False)
+    info_all_ranks = partialmethod(_write, "INFO", True)
+    debug_rank_0 = partialmethod(_write, "DEBUG", False)
+    debug_all_ranks = partialmethod(_write, "DEBUG", True)
 
 
 logger = DistLogger()

@@ -59,7 +59,7 @@ class _PrintToLogger:
             return
         self._in_sink.add(threading.get_ident())
         try:
-            logger._write("DEBUG", True, text, (), {}, depth=2)
+            logger._write("DEBUG", True, text, depth=3)
         finally:
             self._in_sink.remove(threading.get_ident())
 

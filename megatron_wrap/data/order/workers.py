@@ -13,7 +13,6 @@ import io
 import os
 import pickle
 import select
-import signal
 import socket
 import struct
 import tempfile
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.errors import ProcessError
-from megatron_wrap.platform.base.machine import process_state
+from megatron_wrap.platform.base.machine import how_it_ended, process_state
 from megatron_wrap.utils.pools.processes import become_worker, forking, picklable
 
 _ALIGNMENT = 64
@@ -101,7 +100,7 @@ class Workers:
             process.join()
             self.close()
             raise ProcessError(
-                f"worker process {process.pid} of wrap.batches {_ending(process.exitcode)}; lower "
+                f"worker process {process.pid} of wrap.batches {how_it_ended(process.exitcode)}; lower "
                 "megatron_wrap.data.num_workers or prefetch_batches if memory is short, or set num_workers: 0 to load "
                 "in the training process"
             ) from None
@@ -233,10 +232,3 @@ def _stop(workers: list[_Worker], parent: int) -> None:
         if os.getpid() == parent:  # else a process that the parent forked later
             process.kill()
             process.join()
-
-
-def _ending(exit_code: int | None) -> str:
-    if exit_code is None or exit_code >= 0:
-        return f"ended with exit code {exit_code}"
-    reason = ", as the kernel does when memory runs out" if exit_code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-exit_code).name}{reason}"

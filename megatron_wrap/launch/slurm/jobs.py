@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.hidden_secrets import without_secrets
+from megatron_wrap.launch.contract.logs import show_from
 from megatron_wrap.parallel.interrupts import RESUME
 from megatron_wrap.utils.atomic_write import write_atomically
 
@@ -225,12 +226,7 @@ def follow(job: SubmittedJob) -> int:
 
 def _show(job: SubmittedJob, shown: dict[Path, int]) -> None:
     for file in job.logs:
-        with contextlib.suppress(OSError), file.open("rb") as log:
-            log.seek(shown.get(file, 0))
-            text = log.read()
-            shown[file] = shown.get(file, 0) + len(text)
-            sys.stderr.buffer.write(text)
-    sys.stderr.flush()
+        shown[file] = show_from(file, shown.get(file, 0))
 
 
 def cancel(job: SubmittedJob) -> None:

@@ -115,7 +115,8 @@ def _header(launch: Launch) -> list[str]:
     lines += [] if cores is None else [f"#SBATCH --cpus-per-task={cores}"]
     lines += [] if on_cpus or own_gpus else [f"#SBATCH --gpus-per-node={processes}"]
     lines += ["", "# What this script prints; a job that is queued again appends to the same files."]
-    lines += [f"#SBATCH --output={shlex.quote(f'{_folder(config)}/logs/slurm-%j.log')}", "#SBATCH --open-mode=append"]
+    log = shlex.quote(f"{output_dir(config)}/logs/slurm-%j.log")
+    lines += [f"#SBATCH --output={log}", "#SBATCH --open-mode=append"]
     lines += ["", f"# {settings.signal_seconds} s before the time limit, and only to this script."]
     lines += [f"#SBATCH --signal=B:USR1@{settings.signal_seconds}"]
     lines += ["# After the failure of a node the job is queued again, and resumes." if settings.requeue else ""]
@@ -128,8 +129,8 @@ def _header(launch: Launch) -> list[str]:
 def _settings(launch: Launch) -> list[str]:
     """The variables and the function that the rest of the file uses."""
     config, settings = launch.config, launch.config.slurm
-    shared = [_folder(config), *([config.train.save] if config.train.save else [])]
-    lines = ["# ---- this run ----", f"output={shlex.quote(_folder(config))}"]
+    shared = [output_dir(config), *([config.train.save] if config.train.save else [])]
+    lines = ["# ---- this run ----", f"output={shlex.quote(output_dir(config))}"]
     lines += [f"shared=({shlex.join(dict.fromkeys(shared))})  # folders that all nodes have to see"]
     lines += [f"srun_options=({shlex.join(settings.srun_options)})"]
     lines += [f"requeue={int(settings.requeue)}", f"max_restarts={settings.max_restarts if settings.requeue else 0}"]
@@ -171,12 +172,8 @@ def _name(config: RunConfig) -> str:
     return config.slurm.job_name or config.name
 
 
-def _folder(config: RunConfig) -> str:
-    return output_dir(config)
-
-
 def _file(config: RunConfig) -> Path:
-    return Path(_folder(config), "slurm", "run.sbatch")
+    return Path(output_dir(config), "slurm", "run.sbatch")
 
 
 def _require(*commands: str) -> None:

@@ -20,7 +20,7 @@ from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.launch.watch.progress import Silence, Stall
 from megatron_wrap.launch.watch.records import FLIGHT_RECORDER, ProcessRecords
 from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
-from megatron_wrap.platform.base.machine import process_state
+from megatron_wrap.platform.base.machine import how_it_ended, process_state
 
 FAILURE = "failure.json"
 """Name of the report in the output folder."""
@@ -79,15 +79,11 @@ class ProcessWatch:
         """
         self.close()
         states = {rank: self._records.state(rank) or {"rank": rank} for rank in self._ranks}
-        cause = f"ended with exit code {exit_codes[first]}"
+        cause = how_it_ended(exit_codes[first])
         if self._stopped is not None:
             first, cause = self._stopped
         elif message and exit_codes[first] == -signal.SIGTERM:  # of torchrun's agent, while the exception ended it
             cause = "ended with exit code 1"
-        elif exit_codes[first] < 0:
-            cause = f"was ended by {signal.Signals(-exit_codes[first]).name}"
-            if exit_codes[first] == -signal.SIGKILL:
-                cause += ", as the kernel does when memory runs out"
         failed, others = states[first], {rank: text for rank, text in (tracebacks or {}).items() if text}
         content = {
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from platform import python_version
@@ -119,3 +120,11 @@ def process_state(process: int) -> str:
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     return ""
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """The end of a process, for a sentence; a negative exit code is that of a signal."""
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    reason = ", as the kernel does when memory runs out" if exit_code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-exit_code).name}{reason}"

@@ -127,12 +127,10 @@ def local_layer_spec(*, norm: type | None = None, core_attention: type | None = 
 
 
 def expert_submodules(layer: Any) -> Any:
-    """The `MoESubmodules` (router, experts, shared_experts) of a MoE layer spec."""
-    return _mlp_submodules(layer)
+    """Those of the MLP of a layer spec; of a layer with experts `MoESubmodules` (router, experts, shared_experts).
 
-
-def _mlp_submodules(layer: Any) -> Any:
-    """0.16 stores them in a ModuleSpec, 0.19 in a partial."""
+    0.16 stores them in a ModuleSpec, 0.19 in a partial.
+    """
     mlp = layer.submodules.mlp
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
@@ -183,7 +181,7 @@ def use_linears(layer: Any, column: type, row: type, in_mlp: bool = True) -> Non
         in_mlp: in the MLP, too, which must not have experts then.
     """
     replaced = {"ColumnParallelLinear": column, "RowParallelLinear": row}
-    parts = [layer.submodules.self_attention.submodules, *([_mlp_submodules(layer)] if in_mlp else [])]
+    parts = [layer.submodules.self_attention.submodules, *([expert_submodules(layer)] if in_mlp else [])]
     for part in parts:
         for name, module in vars(part).items():
             if (name_of := getattr(module, "__name__", "")) in replaced:

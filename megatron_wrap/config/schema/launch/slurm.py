@@ -4,28 +4,18 @@ from dataclasses import dataclass
 
 from megatron_wrap.config.schema.keys import key
 
-RENDERED_OPTIONS = {
-    "--nodes": "megatron_wrap.launch.common.nodes",
-    "-N": "megatron_wrap.launch.common.nodes",
-    "--ntasks": "megatron_wrap.launch.common.gpus_per_node",
-    "-n": "megatron_wrap.launch.common.gpus_per_node",
-    "--ntasks-per-node": "megatron_wrap.launch.common.gpus_per_node",
-    "--job-name": "megatron_wrap.launch.slurm.job_name",
-    "-J": "megatron_wrap.launch.slurm.job_name",
-    "--partition": "megatron_wrap.launch.slurm.partition",
-    "-p": "megatron_wrap.launch.slurm.partition",
-    "--account": "megatron_wrap.launch.slurm.account",
-    "-A": "megatron_wrap.launch.slurm.account",
-    "--time": "megatron_wrap.launch.slurm.time_limit",
-    "-t": "megatron_wrap.launch.slurm.time_limit",
-    "--signal": "megatron_wrap.launch.slurm.signal_seconds",
-    "--requeue": "megatron_wrap.launch.slurm.requeue",
-    "--no-requeue": "megatron_wrap.launch.slurm.requeue",
-    "--output": "megatron_wrap.logger.output_dir",
-    "-o": "megatron_wrap.logger.output_dir",
-    "--error": "megatron_wrap.logger.output_dir",
-    "-e": "megatron_wrap.logger.output_dir",
+_OPTIONS_OF = {
+    "launch.common.nodes": ("--nodes", "-N"),
+    "launch.common.gpus_per_node": ("--ntasks", "-n", "--ntasks-per-node"),
+    "launch.slurm.job_name": ("--job-name", "-J"),
+    "launch.slurm.partition": ("--partition", "-p"),
+    "launch.slurm.account": ("--account", "-A"),
+    "launch.slurm.time_limit": ("--time", "-t"),
+    "launch.slurm.signal_seconds": ("--signal",),
+    "launch.slurm.requeue": ("--requeue", "--no-requeue"),
+    "logger.output_dir": ("--output", "-o", "--error", "-e"),
 }
+RENDERED_OPTIONS = {option: f"megatron_wrap.{owner}" for owner, options in _OPTIONS_OF.items() for option in options}
 """Options of sbatch that follow from a key -> that key."""
 
 
