@@ -17,42 +17,21 @@ from megatron_wrap.config.reading.tree import SELECT, Folder, open_tree
 from megatron_wrap.config.schema.run import SECTION_AT, SECTION_PATHS
 from megatron_wrap.errors import MegatronWrapError
 
-_BASH = """\
-_megatron_wrap() {
-    local IFS=$'\\n'
-    COMPREPLY=($(megatron-wrap completion bash --line "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
-    [[ ${COMPREPLY[0]} == *[=./] ]] && compopt -o nospace
-    return 0
-}
-complete -F _megatron_wrap megatron-wrap
-"""
-_ZSH = """\
-_megatron_wrap() {
-    local -a candidates
-    candidates=("${(@f)$(megatron-wrap completion zsh --line "${(j: :)words[1,CURRENT-1]} $PREFIX" 2>/dev/null)}")
-    compadd -Q -S '' -- ${(M)candidates:#*[=./]}
-    compadd -Q -- ${candidates:#(|*[=./])}
-}
-compdef _megatron_wrap megatron-wrap
-"""
-_FISH = """\
-complete -c megatron-wrap -f -a '(megatron-wrap completion fish --line (commandline -cp | string collect) 2>/dev/null)'
-"""
-_CODE = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 _BREAKS = "=:"
 """Characters at which bash begins another word."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
-    parser.add_argument("shell", choices=_CODE, help="bash, zsh or fish")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
     parser.add_argument("--line", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the code for the shell, which calls this command with the line up to the cursor for the candidates."""
     if arguments.line is None:
-        print(_CODE[arguments.shell], end="")
+        code = Path(__file__).parent / "templates" / f"completion.{arguments.shell}"
+        print(code.read_text(encoding="utf-8"), end="")
         return 0
     words = _words(arguments.line)
     begin = max(map(words[-1].rfind, _BREAKS)) + 1 if arguments.shell == "bash" else 0

@@ -25,7 +25,8 @@ def check_indexed(config: RunConfig) -> None:
         needed = "indexed needs documents; set train to a prefix of .bin and .idx files, or mock_data: true"
         rule = "mock_data true and train are both set; delete one" if data.train else needed
         refuse(config, ["data.train", "data.mock_data"], rule)
-    _check_batches(config)
+    if not data.shuffle:
+        refuse(config, ["data.shuffle"], "false has no effect: Megatron-Core's index is shuffled; delete it")
     separated = [
         name for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, name)
     ]
@@ -36,15 +37,6 @@ def check_indexed(config: RunConfig) -> None:
     for sources in (data.train, *data.validation.values()):
         _check_prefixes(config, sources)
     _check_weights(config, data.train)
-
-
-def _check_batches(config: RunConfig) -> None:
-    data, train = config.data, config.train
-    if not data.shuffle:
-        refuse(config, ["data.shuffle"], "false has no effect: Megatron-Core's index is shuffled; delete it")
-    if train.global_batch_tokens is not None:
-        rule = f"{train.global_batch_tokens} has no effect with indexed data, whose windows have seq_length tokens each"
-        refuse(config, ["train.global_batch_tokens"], f"{rule}; set global_batch_size")
 
 
 def _check_split(config: RunConfig) -> None:

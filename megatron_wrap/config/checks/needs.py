@@ -35,6 +35,7 @@ class Need:
 
 _WITH_SAMPLES = "write data: {__select__: dataset}"
 _INDEXED = "write data: {__select__: indexed}"
+_NOT_INDEXED = ("none", "dataset", "jsonl", "mock")
 _FLOWS_ON_TEXT = (*("gpt_sft", "gpt_dpo", "gpt_kto", "gpt_cpo", "gpt_orpo", "gpt_distill", "gpt_grpo", "gpt_reward"),)
 _INDEXED_ONLY = (
     *("split", "mock_data", "eod_token", "eod_mask_loss", "reset_position_ids", "reset_attention_mask"),
@@ -134,6 +135,8 @@ NEEDS = (
     Need("ddp.overlap_param_gather", "optimizer.optimizer", ("adam",)),
     Need("ddp.overlap_param_gather", "optimizer.use_distributed_optimizer", (None, True)),
     Need("ddp.overlap_param_gather", "ddp.overlap_grad_reduce", (None, True)),
+    Need("optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler", (False,)),
+    Need("dtype.fp16", "dtype.bf16", (False,), reason="select one of bf16, fp16, fp32"),
     Need("dtype.loss_scale", "dtype.fp16", (True,)),
     Need("recompute.recompute_granularity", "recompute.recompute_method", when="full"),
     Need("recompute.recompute_granularity", "recompute.recompute_num_layers", when="full"),
@@ -178,6 +181,9 @@ NEEDS = (
     Need("adapter.base_weights", "arch.transformer_impl", ("auto", "torch")),
     Need("adapter.base_weights", "dtype.fp8", (None,)),
     Need("model_provider.verify_hf", "adapter.base_weights", ("bf16",)),
+    Need("train.global_batch_tokens", "train.rampup_batch_size", (None,), reason="it counts samples"),
+    Need("train.global_batch_tokens", "train.train_samples", (None,), reason="it counts samples"),
+    Need("train.global_batch_tokens", "data.data_key", _NOT_INDEXED, reason="windows have seq_length tokens each"),
     Need("train.save_interval", "train.save"),
     Need("checkpoint.keep", "train.save"),
     Need("checkpoint.export_hf", "train.save"),

@@ -37,9 +37,6 @@ def _check_units(config: RunConfig) -> None:
         if config.value(name):
             length = "train_samples" if of_samples else "train_iters or train_epochs"
             refuse(config, [name], f"{config.value(name)} does not apply with {length}; set lr_{phase}_{right}")
-    if of_samples and config.train.global_batch_tokens is not None:
-        rule = "counts tokens, but train_samples counts samples; set train_iters"
-        refuse(config, ["train.global_batch_tokens"], rule)
 
 
 def check_learning_rate(config: RunConfig) -> None:

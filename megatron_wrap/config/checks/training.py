@@ -76,9 +76,6 @@ def _check_token_budgets(config: RunConfig) -> None:
             "a pipeline needs micro-batches of equal shape, which max_tokens_per_micro_batch forms only with packing; "
             "set megatron_wrap.flow.packing: true, or max_tokens_per_micro_batch: null",
         )
-    if train.global_batch_tokens is not None and train.rampup_batch_size is not None:
-        rule = "rampup_batch_size counts samples, and global_batch_tokens counts tokens; delete one"
-        refuse(config, ["train.global_batch_tokens", "train.rampup_batch_size"], rule)
     per_sequence = "seq_aux_loss" in derived.load_balancing_coefficients(config.arch)
     if packing and config.arch.num_experts is not None and per_sequence:
         refuse(
@@ -101,9 +98,6 @@ def _check_optimizer(config: RunConfig) -> None:
         refuse(config, ends, f"weight decay from {start} to {end} decreases, but it can only grow; raise the end")
     _check_offload(config)
     _check_muon(config)
-    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        rule = "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both true; delete one"
-        refuse(config, ["optimizer.override_opt_param_scheduler", "optimizer.use_checkpoint_opt_param_scheduler"], rule)
 
 
 def _check_muon(config: RunConfig) -> None:
@@ -133,8 +127,6 @@ def _check_offload(config: RunConfig) -> None:
 
 def _check_precision(config: RunConfig) -> None:
     dtype = config.dtype
-    if dtype.bf16 and dtype.fp16:
-        refuse(config, ["dtype.fp16", "dtype.bf16"], "bf16 and fp16 are both true; select one of bf16, fp16, fp32")
     if dtype.initial_loss_scale < dtype.min_loss_scale:
         rule = f"initial_loss_scale {dtype.initial_loss_scale} is below min_loss_scale {dtype.min_loss_scale}"
         refuse(config, ["dtype.initial_loss_scale", "dtype.min_loss_scale"], rule)
