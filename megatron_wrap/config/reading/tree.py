@@ -48,8 +48,10 @@ class Folder:
         sections: dict[str, Folder | TreeFile] = {}
         for name, entry in self.entries.items():
             entry_path = f"{path}.{name}" if path else name
-            is_section = isinstance(entry, TreeFile) or entry.selects_one
-            sections |= {entry_path: entry} if is_section else entry.sections(entry_path)
+            if isinstance(entry, Folder) and not entry.selects_one:
+                sections |= entry.sections(entry_path)
+            else:
+                sections[entry_path] = entry
         return sections
 
 
