@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import pkgutil
 from collections.abc import Callable, Sequence
 from typing import get_args, get_type_hints
 
@@ -19,13 +18,6 @@ from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Ended, Launch, L
 from megatron_wrap.launch.local.launcher import LocalLauncher
 from megatron_wrap.launch.local.nodes import nodes_of
 from megatron_wrap.utils.pools.processes import beside
-
-_LAUNCHERS = {
-    "local": "megatron_wrap.launch.local.launcher:LocalLauncher",
-    "ray": "megatron_wrap.launch.ray_command:RayLauncher",
-    "kubernetes": "megatron_wrap.launch.kubernetes.launcher:KubernetesLauncher",
-    "slurm": "megatron_wrap.launch.slurm.launcher:SlurmLauncher",
-}
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,9 +60,21 @@ def add_start_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launcher_of(config: RunConfig, arguments: argparse.Namespace) -> Launcher:
-    """The launcher that --launcher or `megatron_wrap.launch.common` names; only its module is imported."""
-    launcher: Launcher = pkgutil.resolve_name(_LAUNCHERS[_launcher_name(config, arguments)])()
-    return launcher
+    """The launcher of the command line, else of the configuration."""
+    name = _launcher_name(config, arguments)
+    if name == "ray":
+        from megatron_wrap.launch.ray_command import RayLauncher
+
+        return RayLauncher()
+    if name == "kubernetes":
+        from megatron_wrap.launch.kubernetes.launcher import KubernetesLauncher
+
+        return KubernetesLauncher()
+    if name == "slurm":
+        from megatron_wrap.launch.slurm.launcher import SlurmLauncher
+
+        return SlurmLauncher()
+    return LocalLauncher()
 
 
 def _launcher_name(config: RunConfig, arguments: argparse.Namespace) -> str:
