@@ -41,7 +41,10 @@ _MEGATRON_CORE = (
     *("megatron.core.pipeline_parallel.schedules", "torch._dynamo", "torch._inductor.compile_fx"),
 )
 """With Transformer Engine, and with what torch.compile imports when it compiles Megatron-Core's fused functions."""
-_OURS = (*_MEGATRON_CORE, "megatron_wrap.core.run", "megatron_wrap.engine.setup.build", "megatron_wrap.model.gpt_model")
+_OURS = (
+    *_MEGATRON_CORE,
+    *("megatron_wrap.core.run", "megatron_wrap.engine.setup.build", "megatron_wrap.model.gpt_provider"),
+)
 _ON_GPU = {"megatron-core": _MEGATRON_CORE, "megatron-wrap": _OURS, "megatron-wrap-liger": _OURS}
 """Further ones. On a CPU Megatron-Core is imported with the changes that make it run there, by the run itself."""
 
