@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -145,9 +144,8 @@ def gathering(share: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
 
 
 def gather_product(share: Tensor, matrix: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The ranks' shares, gathered along the first dimension, and their product with a matrix. On a GPU each share is
-    multiplied while the next one is copied from its rank, by copy engines and without multicast, which torch takes
-    only for products whose input is not returned.
+    """The ranks' shares, gathered along the first dimension, and their product with a matrix. The rank's own share is
+    multiplied while the others arrive.
 
     Args:
         share: [S / ranks, ..., K], the same shape on each rank.
@@ -156,17 +154,21 @@ def gather_product(share: Tensor, matrix: Tensor, group: ProcessGroup) -> tuple[
     Returns:
         [S, ..., K] and [S, ..., N]; without autograd.
     """
-    if share.is_cuda:
-        _load_symmetric_memory()
-        gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(share, [matrix], 0, group.group_name)
-        return gathered, products[0]
-    gathered = gathering(share, group)()
-    return gathered, gathered @ matrix
+    wait = gathering(share, group)
+    rows, rank = share.shape[0], group.rank()
+    products = share.new_empty((group.size() * rows, *share.shape[1:-1], matrix.shape[1]))
+    own = slice(rank * rows, (rank + 1) * rows)
+    torch.mm(share.flatten(0, -2), matrix, out=products[own].flatten(0, -2))
+    gathered = wait()
+    for others in (slice(0, own.start), slice(own.stop, None)):
+        if len(gathered[others]):
+            torch.mm(gathered[others].flatten(0, -2), matrix, out=products[others].flatten(0, -2))
+    return gathered, products
 
 
 def product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup) -> Tensor:
-    """A rank's share along the first dimension of the sum over ranks of their products. On a GPU each rank's share is
-    sent while the next one is computed.
+    """A rank's share along the first dimension of the sum over ranks of their products. Each rank's share is sent while
+    the next one is computed, the own one last.
 
     Args:
         rows: [S, ..., K], of this rank; the ranks divide S.
@@ -175,17 +177,19 @@ def product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup) -> Tensor
     Returns:
         [S / ranks, ..., N]; without autograd.
     """
-    if rows.is_cuda:
-        _load_symmetric_memory()
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(rows, matrix, "sum", 0, group.group_name)  # type: ignore[no-any-return]
-    products = rows @ matrix
-    share = products.new_empty((products.shape[0] // group.size(), *products.shape[1:]))
-    dist.reduce_scatter_tensor(share, products, group=group)
-    return share
-
-
-def _load_symmetric_memory() -> None:
-    importlib.import_module("torch.distributed._symmetric_memory")  # defines torch.ops.symm_mem
+    size, rank = group.size(), group.rank()
+    chunks, parts = rows.contiguous().chunk(size), dict[int, Tensor]()
+    transfers: list[tuple[Callable[[], None], Tensor]] = []  # each with what it sends, which it needs until its end
+    for offset in range(1, size):
+        sent = chunks[(rank + offset) % size] @ matrix
+        received = parts[(rank - offset) % size] = torch.empty_like(sent)
+        transfers.append((_start_transfer(sent, received, group, offset), sent))
+    parts[rank] = chunks[rank] @ matrix
+    for finish, _ in transfers:
+        finish()
+    if size == 2:
+        return parts[0] + parts[1]
+    return torch.stack([parts[source] for source in range(size)]).sum(0)
 
 
 def broadcast(tensor: Tensor, source_rank: int) -> None:
@@ -237,8 +241,13 @@ def start_ring_transfer(sent: Tensor, received: Tensor, group: ProcessGroup, *, 
     Returns:
         a function that waits (on a GPU, the current stream does) until both tensors can be used.
     """
-    size, rank, step = group.size(), group.rank(), 1 if to_next else -1
-    target, source = (dist.get_global_rank(group, (rank + offset) % size) for offset in (step, -step))
+    return _start_transfer(sent, received, group, 1 if to_next else -1)
+
+
+def _start_transfer(sent: Tensor, received: Tensor, group: ProcessGroup, offset: int) -> Callable[[], None]:
+    """As `start_ring_transfer`, to the rank that comes `offset` after this one, from the one as many before."""
+    size, rank = group.size(), group.rank()
+    target, source = (dist.get_global_rank(group, (rank + step) % size) for step in (offset, -offset))
     operations = [dist.P2POp(dist.isend, sent, target, group), dist.P2POp(dist.irecv, received, source, group)]
     transfers = dist.batch_isend_irecv(operations)
 

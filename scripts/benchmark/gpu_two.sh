@@ -12,7 +12,7 @@ size=${1:-1b} kept=${OUT:-outputs/gpu-two} work=outputs/gpu-two/work
 rm -rf "$work"; mkdir -p "$kept" "$work"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 CONSOLE_LOG_LEVEL=${CONSOLE_LOG_LEVEL:-WARNING}
 export CUDA_DEVICE_MAX_CONNECTIONS=1  # kernels begin in the order in which they are queued
-export NCCL_NVLS_ENABLE=0 UB_SKIPMC=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1  # no multicast over NVLink
+export NCCL_NVLS_ENABLE=0 UB_SKIPMC=1 NVSHMEM_DISABLE_NVLS=1  # no multicast over NVLink
 export KINETO_LOG_LEVEL=99  # the profiler prints its start and end
 unset PYTHONDONTWRITEBYTECODE  # else each process compiles the packages that were installed without byte code
 
@@ -65,7 +65,7 @@ everything() {
   task tp $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --variant "ours-torch: $torch"
   bare "$fused$buffers"
   task tp-overlap $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --only-variants \
-    --variant "ours-symmetric-memory: $torch $hidden" --variant "ours-user-buffers: $engine $hidden"
+    --variant "ours-torch-overlap: $torch $hidden" --variant "ours-user-buffers: $engine $hidden"
   # Pipeline stages: 8 and 16 micro-batches, one and two chunks a stage, layers by cost and even
   for count in 8 16; do
     many=(); [ $count = 8 ] || many=("${long[@]}")
@@ -98,8 +98,8 @@ everything() {
     --variant "ours-profile: $profiled"
   # Small and large micro-batches
   task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch" --variant "ours-8: $micro=8" \
-    --variant "ours-profile: $micro=4 $profiled" --variant "ours-symmetric-memory: $torch $hidden" \
-    --variant "ours-8-symmetric-memory: $micro=8 $torch $hidden" --variant "ours-8-user-buffers: $micro=8 $engine $hidden"
+    --variant "ours-profile: $micro=4 $profiled" --variant "ours-torch-overlap: $torch $hidden" \
+    --variant "ours-8-torch-overlap: $micro=8 $torch $hidden" --variant "ours-8-user-buffers: $micro=8 $engine $hidden"
   [ "$size" = tiny ] || task graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
     --variant "ours-graphs: $graphs" --variant "ours-torch-graphs: $torch $graphs"
   # Layers of an 8B model
@@ -136,7 +136,7 @@ second() {
   bare "$fused$permuted,overlapped communication"
   task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled"
   task tp $dense $step=16 $micro=4 $tp=2 "${alone[@]}" "${slow[@]}" --variant "ours-profile: $profiled" \
-    --variant "ours-torch-profile: $torch $profiled"
+    --variant "ours-torch-profile: $torch $profiled" --variant "ours-torch-overlap: $torch $hidden"
   task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants --variant "ours-torch: $torch"
   [ "$size" = tiny ] || task graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
     --variant "ours-torch-graphs: $torch $graphs"

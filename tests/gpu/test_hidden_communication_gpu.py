@@ -1,4 +1,4 @@
-"""`tp_comm_overlap` on two GPUs: symmetric memory beside torch's layers, user buffers beside Transformer Engine's."""
+"""`tp_comm_overlap` on two GPUs: torch's layers, and Transformer Engine's with user buffers."""
 
 import importlib.util
 

@@ -255,7 +255,7 @@ class ParallelConfig:
     tp_comm_overlap: bool = False
     """Overlap the communication of tensor and sequence parallelism with the products of linear layers. Transformer
     Engine's layers: user buffers, for samples of a fixed length (UB_SKIPMC=1 in the environment: without multicast).
-    torch's layers: symmetric memory of the GPUs of one node. No effect without tensor parallelism."""
+    torch's layers: the product with the own share while the others arrive. No effect without tensor parallelism."""
     num_layers_per_virtual_pipeline_stage: int | None = key(None, at_least=1)
     """Layers in each model chunk of an interleaved pipeline (VPP); null: one chunk a stage."""
     virtual_pipeline_model_parallel_size: int | None = key(None, at_least=1)
