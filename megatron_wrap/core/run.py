@@ -21,6 +21,7 @@ from megatron_wrap.core.validation.samples import data_warnings
 from megatron_wrap.engine.setup.build import build_training_state
 from megatron_wrap.engine.setup.profiler import build_step_profiler
 from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.model.chunks import remove_gather_hooks
 from megatron_wrap.parallel.interrupts import InterruptWatch
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.parallel.stop_requests import StopRequests
@@ -113,8 +114,9 @@ class Run:
 
     def close(self) -> None:
         """Finish a save, end the processes that load data and write checkpoints, close the loggers, and restore the
-        handlers of signals."""
+        handlers of signals. The model cannot be used afterwards."""
         self.checkpoints.close()
+        remove_gather_hooks(self.state.chunks)
         self.data.close()
         self.records.close()
         if self._stop is not None:  # last: torchrun's agent sends SIGTERM when another process has ended

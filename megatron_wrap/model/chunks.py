@@ -21,6 +21,14 @@ def bare_model(chunk: torch.nn.Module) -> Any:
     return model
 
 
+def remove_gather_hooks(chunks: Sequence[torch.nn.Module]) -> None:
+    """Remove the hooks with which Megatron-Core's wrapper gathers parameters in the forward pass
+    (`overlap_param_gather`): with them model, gradients and optimizer are not freed until the process ends."""
+    for chunk in chunks:
+        if getattr(chunk, "remove_forward_pre_hook_handles", None):
+            chunk.disable_forward_pre_hook(param_sync=False)  # type: ignore[operator]
+
+
 def router_biases(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
     """The expert biases of this process's routers for load balancing, each [experts]: buffers that each step updates
     without a gradient. Empty for a model without them."""

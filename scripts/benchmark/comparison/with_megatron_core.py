@@ -124,6 +124,8 @@ def _train(task: Task, flags: Flags, parts: Parts) -> Outcome:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         torch.distributed.broadcast(shown, last, parallel_state.get_pipeline_model_parallel_group())
     outcome = Outcome(seconds, shown.tolist(), flags.text(), parts)
+    for chunk in chunks if flags.overlap else ():
+        chunk.disable_forward_pre_hook(param_sync=False)  # with these hooks the model is never freed
     # fp32 shards of the distributed optimizer are views, whose graphs lead back to it where the collector cannot see
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         vars(part).clear()
