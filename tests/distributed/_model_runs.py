@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,13 @@ def _weights(wrap: Any) -> list[str]:
 
 def _digest(tensor: Any) -> str:
     return hashlib.sha256(tensor.detach().float().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def is_freed(overrides: tuple[str, ...]) -> bool:
+    """Whether nothing holds the model after the run has trained a step and ended."""
+    with started(CONFIG, overrides) as wrap:
+        wrap.train(samples(wrap.global_batch_size, wrap.config.train.seq_length))
+        chunk = weakref.ref(wrap.state.chunks[0])
+    del wrap
+    gc.collect()
+    return chunk() is None

@@ -229,3 +229,8 @@ def test_fp16_trains_like_fp32(one_rank):
     assert half["loss_scales"] == [2.0**16, 2.0**17, 2.0**17]
     numpy.testing.assert_allclose(half["losses"], exact["losses"], rtol=5e-3)
     numpy.testing.assert_allclose(half["grad_norms"], exact["grad_norms"], rtol=0.1)
+
+
+def test_a_run_that_gathers_parameters_in_the_forward_pass_is_freed(ranks, tmp_path):
+    overrides = (*OVERLAP, f"megatron_wrap.logger.output_dir={tmp_path}")
+    assert ranks(2).run(_model_runs.is_freed, overrides) == [True, True]
