@@ -54,13 +54,14 @@ def measure(turns: Turns, runs: Runs, against: list[str], folder: str) -> dict[s
     """All programs on one task: the search for the bare loop's flags, then rounds in alternating order.
 
     Args:
-        folder: receives the files of megatron-wrap's runs.
+        folder: receives the files of megatron-wrap's runs, in one folder each.
     """
     task, arguments = turns.task, turns.arguments
     against = _able(task, against)
     best, sweep, searched = search(turns) if "bare-best" in against else (turns.start, [], {})
     options: dict[str, tuple[str, dict[str, Any]]] = {
-        name: (process, {"overrides": overrides, "folder": folder}) for name, (process, _, overrides) in runs.items()
+        name: (process, {"overrides": overrides, "folder": f"{folder}/{name}"})
+        for name, (process, _, overrides) in runs.items()
     }
     options |= {name: (AGAINST[name], {"trainer": AGAINST[name]}) for name in against}
     bare = {
