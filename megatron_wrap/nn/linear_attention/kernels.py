@@ -4,6 +4,7 @@ and the tensors are on a GPU, else in torch. Training where that package cannot 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 
 import torch
@@ -22,9 +23,25 @@ def has_fla() -> bool:
     return importlib.util.find_spec("fla") is not None and importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def _imports_fla() -> bool:
+    """Whether the package is installed and can be imported; the first call warns where it cannot."""
+    if not has_fla():
+        return False
+    try:
+        importlib.import_module("fla.ops")
+    except (ImportError, OSError) as error:  # it, or tilelang which it imports, does not fit the other packages
+        logger.warning_rank_0(
+            "linear attention is computed in torch, which is slower: flash-linear-attention is installed, but cannot be "
+            f"imported ({error}); install 'megatron-wrap[linear-attention]' again, or another version of it"
+        )
+        return False
+    return True
+
+
 def uses_fla(tensor: Tensor) -> bool:
     """Whether its kernels compute this tensor: they are for 16-bit dtypes on a GPU."""
-    return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16) and has_fla()
+    return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16) and _imports_fla()
 
 
 @functools.cache

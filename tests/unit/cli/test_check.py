@@ -94,7 +94,7 @@ FAULTS: list[tuple[str, list[str], str, Callable[[], object]]] = [
         "resume is never",
         lambda: save_checkpoint("saved", 2),
     ),
-    ("reference model", ["megatron_wrap.models.reference={checkpoint: here}"], "there is no checkpoint", lambda: None),
+    ("reference model", ["megatron_wrap.models.reference={checkpoint: here}"], "contains no checkpoint", lambda: None),
     ("flow", [f"{FLOW}.flow_key=gpt_stf"], "gpt_stf", lambda: None),
     ("flow", [f"{FLOW}.loss_on=user"], "must be one of assistant", lambda: None),
     ("adapter", [LORA, f"{ADAPTER}.target_modules=[q_prj]"], "did you mean q_proj?", lambda: None),

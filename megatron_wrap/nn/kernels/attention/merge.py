@@ -3,6 +3,7 @@ Arithmetic is in fp32. Import it only where Triton is installed."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +17,7 @@ def _merge_kernel(
     total,
     other,
     other_total,
+    merged_total,
     heads,
     rows,
     width,
@@ -37,8 +39,7 @@ def _merge_kernel(
     batch = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     token, head, inside = row // heads, row % heads, row < rows
-    at = total + batch * total_batch + head * total_head + token * total_token
-    mine = tl.load(at, mask=inside, other=0.0)
+    mine = tl.load(total + batch * total_batch + head * total_head + token * total_token, mask=inside, other=0.0)
     theirs = tl.load(
         other_total + batch * other_total_batch + head * other_total_head + token * other_total_token,
         mask=inside,
@@ -46,7 +47,8 @@ def _merge_kernel(
     )
     share = tl.sigmoid(theirs - mine)
     larger = tl.maximum(mine, theirs)
-    tl.store(at, larger + tl.log(tl.exp(mine - larger) + tl.exp(theirs - larger)), mask=inside)
+    merged = larger + tl.log(tl.exp(mine - larger) + tl.exp(theirs - larger))
+    tl.store(merged_total + batch * rows + head * (rows // heads) + token, merged, mask=inside)
     column = tl.arange(0, block_width)
     cells = inside[:, None] & (column < width)[None, :]
     of_output = output + (batch * output_batch + token * output_token + head * output_head)[:, None] + column[None, :]
@@ -68,10 +70,13 @@ def merge_parts_(output: Tensor, total: Tensor, other: Tensor, other_total: Tens
     batch, tokens, heads, width = output.shape
     block_width = triton.next_power_of_2(width)
     block_rows = max(1, _BLOCK_ELEMENTS // block_width)
+    # Several threads read each logsumexp, so none may write where another one has not read yet.
+    merged_total = torch.empty((batch, heads, tokens), dtype=total.dtype, device=total.device)
     strides = (*output.stride()[:3], *other.stride()[:3], *total.stride(), *other_total.stride())
     _merge_kernel[(triton.cdiv(tokens * heads, block_rows), batch)](
-        *(output, total, other, other_total, heads, tokens * heads, width, *strides),
+        *(output, total, other, other_total, merged_total, heads, tokens * heads, width, *strides),
         block_rows=block_rows,
         block_width=block_width,
         num_warps=4,
     )
+    total.copy_(merged_total)

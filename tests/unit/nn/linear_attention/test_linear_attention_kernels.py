@@ -109,3 +109,18 @@ def test_training_takes_the_rule_in_torch_with_one_warning(machine, monkeypatch)
     machine(tilelang=True)
     assert torch.equal(output(trains=True), 2 * value)
     assert len(warnings) == 1
+
+
+def test_a_package_that_cannot_be_imported_leaves_all_to_torch_with_one_warning(tmp_path, monkeypatch):
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text("raise ImportError('libtvm_ffi.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(kernels, "has_fla", lambda: True)
+    warnings = []
+    monkeypatch.setattr(kernels.logger, "warning_rank_0", warnings.append)
+    kernels._imports_fla.cache_clear()
+    assert not kernels._imports_fla()
+    assert not kernels._imports_fla()
+    kernels._imports_fla.cache_clear()
+    assert len(warnings) == 1
+    assert "cannot be imported (libtvm_ffi.so: cannot open" in warnings[0]
