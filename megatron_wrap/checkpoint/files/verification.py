@@ -16,7 +16,7 @@ from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 Block = tuple[str, int]
 """File and number of the block."""
 HASHERS = 6
-"""Threads that hash, at most: enough to stay ahead of the reading; more of them slow it down, since both need the memory
+"""Threads that hash, at most: enough to stay ahead of the reading. More of them slow it down, since both read memory
 (docs/reliability.md)."""
 HASH_BYTES = 16 * 2**20
 """Memory of each of them."""

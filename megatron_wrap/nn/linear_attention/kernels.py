@@ -32,8 +32,8 @@ def _imports_fla() -> bool:
         importlib.import_module("fla.ops")
     except (ImportError, OSError) as error:  # it, or tilelang which it imports, does not fit the other packages
         logger.warning_rank_0(
-            "linear attention is computed in torch, which is slower: flash-linear-attention is installed, but cannot be "
-            f"imported ({error}); install 'megatron-wrap[linear-attention]' again, or another version of it"
+            "linear attention is computed in torch, which is slower: flash-linear-attention is installed, but cannot "
+            f"be imported ({error}); install 'megatron-wrap[linear-attention]' again, or another version of it"
         )
         return False
     return True
