@@ -50,14 +50,14 @@ types() {
 
 # The parts are forked from a process that has imported what they need. The tests of --fast need less.
 server() { # NAME COMMAND...: starts the one with that name
-  "${@:2}" scripts/pytest_server.py serve "$scratch/.$1" "${imported[@]}" > "$scratch/.$1.log" 2>&1 < /dev/null ||
-    cat "$scratch/.$1.log" >&2 &
+  "${@:2}" scripts/pytest_server.py serve "$scratch/.server-$1" "${imported[@]}" > "$scratch/.server-$1.log" 2>&1 < /dev/null ||
+    cat "$scratch/.server-$1.log" >&2 &
   servers+=($!)
   disown # parts are counted and waited for, servers are not
 }
 
 tests() { # NAME PYTEST ARGUMENTS...
-  part "$1" "$PYTHON" scripts/pytest_server.py run "$scratch/.server" --durations=10 "${@:2}"
+  part "$1" "$PYTHON" scripts/pytest_server.py run "$scratch/.server-installed" --durations=10 "${@:2}"
 }
 
 newer_megatron_core() { # sets NEWER: the same packages, but for Megatron-Core 0.19
@@ -74,7 +74,7 @@ newer_megatron_core() { # sets NEWER: the same packages, but for Megatron-Core 0
 }
 
 tests_on_newer() { # NAME PYTEST ARGUMENTS...
-  part "$1 on 0.19" "$NEWER" scripts/pytest_server.py run "$scratch/.newer" -p no:cacheprovider --durations=10 "${@:2}"
+  part "$1 on 0.19" "$NEWER" scripts/pytest_server.py run "$scratch/.server-newer" -p no:cacheprovider --durations=10 "${@:2}"
 }
 
 across_versions() { # OLDER_PYTHON NEWER_PYTHON FOLDER
@@ -86,7 +86,7 @@ across_versions() { # OLDER_PYTHON NEWER_PYTHON FOLDER
 
 imported=(peft trl.trainer.dpo_trainer trl.experimental.cpo lm_eval.evaluator)
 [ "$*" != --fast ] || imported=()
-server server "$PYTHON"
+server installed "$PYTHON"
 if [ "$*" = --fast ]; then
   # three parts, so that the two cores are used alike whether mypy has a cache (2 s) or none (40 s)
   second=(tests/unit/config tests/unit/cli)
