@@ -157,10 +157,10 @@ def gather_product(share: Tensor, matrix: Tensor, group: ProcessGroup) -> tuple[
     wait = gathering(share, group)
     rows, rank = share.shape[0], group.rank()
     products = share.new_empty((group.size() * rows, *share.shape[1:-1], matrix.shape[1]))
-    own = slice(rank * rows, (rank + 1) * rows)
-    torch.mm(share.flatten(0, -2), matrix, out=products[own].flatten(0, -2))
+    local = slice(rank * rows, (rank + 1) * rows)
+    torch.mm(share.flatten(0, -2), matrix, out=products[local].flatten(0, -2))
     gathered = wait()
-    for others in (slice(0, own.start), slice(own.stop, None)):
+    for others in (slice(0, local.start), slice(local.stop, None)):
         if len(gathered[others]):
             torch.mm(gathered[others].flatten(0, -2), matrix, out=products[others].flatten(0, -2))
     return gathered, products
@@ -168,7 +168,7 @@ def gather_product(share: Tensor, matrix: Tensor, group: ProcessGroup) -> tuple[
 
 def product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup) -> Tensor:
     """A rank's share along the first dimension of the sum over ranks of their products. Each rank's share is sent while
-    the next one is computed, the own one last.
+    the next one is computed; the rank's own is computed last.
 
     Args:
         rows: [S, ..., K], of this rank; the ranks divide S.

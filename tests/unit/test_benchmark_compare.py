@@ -272,8 +272,8 @@ def test_lines_of_a_file_are_tasks_with_the_defaults_of_the_command_line(
     (tmp_path / "tasks").write_text(
         "one: tiny --devices 1 a.b=2 --variant 'ours-x: a.c=1 a.d=2' --only-variants\nboth: 1.5b-4096 --rounds 2\n"
     )
-    given = ["compare.py", "--tasks", str(tmp_path / "tasks"), "a.b=1", "--devices", "2", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", given)
+    command = ["compare.py", "--tasks", str(tmp_path / "tasks"), "a.b=1", "--devices", "2", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", command)
     _, tasks = parse("")
     one, both = tasks["one"], tasks["both"]
     assert (one.preset, one.devices, one.rounds, one.overrides) == ("tiny", 1, 1, ["a.b=1", "a.b=2"])

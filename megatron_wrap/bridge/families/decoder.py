@@ -146,10 +146,10 @@ def layers_of_kind(config: Mapping[str, Any], key: str, kinds: tuple[str, str], 
     Raises:
         UnsupportedModel: another kind, or not one for each layer.
     """
-    given = config.get(key) or default
-    if len(given) != len(default) or set(given) - set(kinds):
+    layers = config.get(key) or default
+    if len(layers) != len(default) or set(layers) - set(kinds):
         raise UnsupportedModel(f"{key} must be {kinds[0]} or {kinds[1]} for each of the {len(default)} layers")
-    return [int(kind == kinds[0]) for kind in given]
+    return [int(kind == kinds[0]) for kind in layers]
 
 
 def refuse_unless(config: Mapping[str, Any], **expected: Any) -> None:

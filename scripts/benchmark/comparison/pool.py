@@ -40,7 +40,7 @@ class Launch:
 
 
 class Workers:
-    """The processes of one start of a program, one for each device; the imports take place while others train."""
+    """The processes of one start of a program, one for each device; the imports run while others train."""
 
     def __init__(self, name: str, launch: Launch, world_size: int, platform: str, logs: Path) -> None:
         self._answers: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
@@ -127,7 +127,7 @@ class Program:
         return self._workers.wait_until_ready(seconds)
 
     def restart(self) -> None:
-        """New processes, whose imports take place while other programs run."""
+        """New processes, whose imports run while other programs train."""
         self._workers.close()
         self._workers = self._next or self._start()
         self._next = self._start() if self._standby else None

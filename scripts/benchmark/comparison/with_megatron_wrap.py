@@ -28,8 +28,8 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
     """
     parts, replica = Parts(), int(os.environ.get("LOCAL_RANK", "0")) // task.world_size
     folder = Path(options["folder"], str(replica))
-    own = (*_SAME_RATE, f"megatron_wrap.logger.output_dir={folder}", f"megatron_wrap.profile.output_dir={folder}")
-    with MegatronWrap(task.config, overrides=[*task.overrides, *own, *options["overrides"]]) as wrap:
+    settings = (*_SAME_RATE, f"megatron_wrap.logger.output_dir={folder}", f"megatron_wrap.profile.output_dir={folder}")
+    with MegatronWrap(task.config, overrides=[*task.overrides, *settings, *options["overrides"]]) as wrap:
         wrap.initialize()
         parts.end("processes")
         wrap.setup_model_and_optimizer()

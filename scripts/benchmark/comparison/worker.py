@@ -35,7 +35,7 @@ _IMPORTED_EARLY = {
     "megatron-wrap-liger": ("megatron_wrap.engine.step",),
     "trl": ("trl", "datasets"),
 }
-"""Slow imports, which take place while others train instead of in the first run."""
+"""Slow imports, which run while others train instead of in the first run."""
 _MEGATRON_CORE = (
     *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "megatron.core.distributed"),
     *("megatron.core.pipeline_parallel.schedules", "torch._dynamo", "torch._inductor.compile_fx"),
