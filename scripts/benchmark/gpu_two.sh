@@ -124,29 +124,33 @@ everything() {
 }
 
 second() {
-  task one $dense --devices 1 $step=16 $micro=4 "${alone[@]}"
+  task one $dense --devices 1 $step=16 $micro=4 "${alone[@]}" --variant "ours-torch: $torch"
   for length in "${lengths[@]}"; do
     sizes_of "$length"
     task cp-one-$length "${sizes[@]}" --devices 1 $step=$((tokens / length / 2)) "${alone[@]}" --variant "ours-torch: $torch"
     bare "$fused,overlapped communication"; [ "$size" = 1b ] || flags=("${alone[@]}")
     task cp-$length "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${flags[@]}" --variant "ours-torch: $torch" \
-      --variant "ours-torch-p2p: $torch $parallel.cp_comm_type=p2p"
+      --variant "ours-torch-p2p: $torch $parallel.cp_comm_type=p2p" \
+      --variant "ours-torch-a2a: $torch $parallel.cp_comm_type=a2a" --variant "ours-a2a: $parallel.cp_comm_type=a2a"
   done
-  task ep-one $experts --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
-  bare "$fused$permuted,overlapped communication"
-  task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled"
-  task tp $dense $step=16 $micro=4 $tp=2 "${alone[@]}" "${slow[@]}" --variant "ours-profile: $profiled" \
-    --variant "ours-torch-profile: $torch $profiled" --variant "ours-torch-overlap: $torch $hidden"
-  task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants --variant "ours-torch: $torch"
+  task tp $dense $step=16 $micro=4 $tp=2 "${alone[@]}" "${slow[@]}" --variant "ours-torch: $torch" \
+    --variant "ours-profile: $profiled" --variant "ours-torch-profile: $torch $profiled" \
+    --variant "ours-torch-overlap: $torch $hidden"
+  task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch"
   [ "$size" = tiny ] || task graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
     --variant "ours-torch-graphs: $torch $graphs"
   bare "$fused"
-  task 8b-tp $wide $step=8 $micro=2 $tp=2 "${flags[@]}"
-  task 8b-pp $wide $step=16 $micro=2 $pp=2 "${alone[@]}"
+  task 8b-one $wide --devices 1 $step=8 $micro=2 "${alone[@]}"
+  task 8b-tp $wide $step=8 $micro=2 $tp=2 "${flags[@]}" --variant "ours-torch: $torch"
+  task 8b-pp $wide $step=16 $micro=2 $pp=2 "${flags[@]}"
+  task fp8-one $dense --devices 1 $step=16 $micro=4 $fp8 "${alone[@]}"
   task fp8-tp $dense $step=16 $micro=4 $tp=2 $fp8 "${alone[@]}"
   task fp8-pp $dense $step=32 $micro=4 $pp=2 $fp8 "${alone[@]}"
   [ "$size" = tiny ] || task stages $dense $step=16 $micro=4 $pp=2 $even "${alone[@]}" --only-variants \
     --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1"
+  task ep-one $experts --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
+  bare "$fused$permuted,overlapped communication"
+  task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled"
 }
 
 counts=(--warmup 1 --steps 4)
