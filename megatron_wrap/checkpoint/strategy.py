@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_wrap.checkpoint.content import CONTENT_METADATA
+from megatron_wrap.checkpoint.factories import merged_in_place
 from megatron_wrap.checkpoint.files.host_copy import HostCopy
 from megatron_wrap.checkpoint.files.store import free_bytes
 from megatron_wrap.checkpoint.files.writing import FileToWrite, Index, write_files
@@ -221,7 +222,7 @@ def read(sharded_state: dict[str, Any], folder: Path, group: Any) -> dict[str, A
     strategy: Any = _AgreedRead(f"checkpoint {folder} cannot be read: {{}}; restore it, or load an older one")
     if group.size() > 1:
         strategy = _SharedRead(strategy, group)
-    return dist_checkpointing.load(sharded_state, str(folder), strategy)
+    return dist_checkpointing.load(merged_in_place(sharded_state), str(folder), strategy)
 
 
 class _SharedSave(FullyParallelSaveStrategyWrapper):
