@@ -35,6 +35,7 @@ from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.platform.megatron_core import versions
 from megatron_wrap.platform.megatron_core.checkpoint_reader import read_by
 from megatron_wrap.utils.dist_logger import logger
+from megatron_wrap.utils.pools.threads import switching_often
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def read_verified(request: dict[str, Any], path: Path, group: Any, *, whole: boo
         logger.info_rank_0(f"checkpoint {path} has no hashes, so its content cannot be verified")
     tensors = {name: entry for name, entry in (hashes or {}).items() if name.endswith(".distcp")}
     loaded, failure = {}, None
-    with BlockVerification(path, tensors) as verification:
+    with switching_often(), BlockVerification(path, tensors) as verification:
         if whole:
             verification.begin(rank, size)
         try:

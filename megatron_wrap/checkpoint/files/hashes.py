@@ -104,7 +104,7 @@ def hash_block(
         wait_for: for a file that is still being written; is called with a number of bytes, and returns when the file
             has that many or is complete.
         buffer: memory for what is read at once; None: `PIECE_BYTES`, allocated. A thread waits for Python's lock after
-            each reading and each hashing, up to 5 ms while another one computes.
+            each reading and each hashing, while another one computes.
     """
     result, piece = hashlib.sha256(), buffer_of(PIECE_BYTES) if buffer is None else buffer
     position, last = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES

@@ -18,8 +18,9 @@ Block = tuple[str, int]
 HASHERS = 6
 """Threads that hash, at most: enough to stay ahead of the reading. More of them slow it down, since both read memory
 (docs/reliability.md)."""
-HASH_BYTES = 16 * 2**20
-"""Memory of each of them."""
+HASH_BYTES = 2 * 2**20
+"""What each of them reads at once: it stays in the processor's cache, and the system reads more than this ahead, so
+that the disk is busy while it is hashed."""
 READERS = 4
 """Threads that read, at most; most of the time is the copy from the system's cache."""
 AHEAD_BYTES = 512 * 2**20

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,12 +12,26 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+SWITCH_SECONDS = 0.0005
 
 
 def threads_of_rank(most: int) -> int:
     """This rank's share of the processors of its host; at least 1, and at most `most`."""
     processors = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(most, processors))
+
+
+@contextlib.contextmanager
+def switching_often() -> Iterator[None]:
+    """Within the context a thread of this process that computes in Python passes Python's lock on after 0.5 ms, by
+    default 5 ms, if another one waits for it. Threads that read, hash or copy in C need it for a moment after each
+    call."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def map_ahead(

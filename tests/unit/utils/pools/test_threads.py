@@ -1,10 +1,12 @@
 """Results of threads come in the order of the items; an exception comes in its turn."""
 
+import contextlib
+import sys
 import threading
 
 import pytest
 
-from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
+from megatron_wrap.utils.pools.threads import map_ahead, switching_often, threads_of_rank
 
 
 def test_threads_of_a_rank_are_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +54,11 @@ def test_results_that_are_computed_ahead_are_limited_by_their_size() -> None:
         most_ahead.append(sum(sizes[other] for other in begun if other > item))
     assert max(most_ahead) <= 9  # the largest one alone
     assert sorted(begun) == list(range(6))
+
+
+def test_the_switch_interval_is_that_of_before_after_an_error() -> None:
+    before = sys.getswitchinterval()
+    with contextlib.suppress(KeyError), switching_often():
+        assert sys.getswitchinterval() < before
+        raise KeyError
+    assert sys.getswitchinterval() == before
