@@ -10,10 +10,16 @@ d (queries, keys) and d_v (values), each process sends for a layer and a sequenc
   torch's attention keeps those that came last, so it sends s / cp * g (d + d_v) less.
 
 So a2a sends less than all_gather if h + g' < cp * g: with cp 2 never, without grouped queries from cp 4 on, with four
-query heads for each key head from cp 8 on.
+query heads for each key head from cp 8 on. With cp 2 the ring of torch's attention sends as much as all_gather.
+
+Only the ring's transfers overlap with attention. Measured on two H100s (2026-11-25; 1.5B Llama in bf16, micro-batch 1,
+`scripts/benchmark/gpu_two.sh`), in tokens/s per GPU for torch's attention and sequences of 8,192 and 32,768 tokens:
+p2p 44,154 and 32,100; all_gather 42,005 and 24,378; a2a 39,548 and 30,657.
 """
 
 from __future__ import annotations
+
+import math
 
 from megatron_wrap.config.defaults import Choice
 from megatron_wrap.config.schema import derived
@@ -29,9 +35,10 @@ at the 290 TFLOP/s of `layer_costs` and 300 GB/s between GPUs of a node, both ta
 def exchange_choice(config: RunConfig, transformer_engine: bool, saved: str | None = None) -> Choice | None:
     """`cp_comm_type` of a run that names none; None: it names one, or sequences are not shared.
 
-    Attention of torch: the fewest bytes; equal ones: all_gather. Attention of Transformer Engine: p2p where attention
-    hides the ring or the row is packed, else the fewest bytes. Its layers keep torch's attention with all_gather for
-    windows and sinks, for which Transformer Engine would need a2a.
+    p2p where attention hides the ring, else the fewest bytes; equal ones: p2p, then all_gather. Torch's attention
+    exchanges by all_gather or a2a where `_torch_has_ring` is false, and of a packed row, whose documents the
+    configuration does not have, the row's length counts. Transformer Engine's exchanges packed rows by p2p only. Its
+    layers keep torch's attention with all_gather for windows and sinks, for which Transformer Engine would need a2a.
 
     Args:
         transformer_engine: whether the layers are Transformer Engine's.
@@ -42,13 +49,11 @@ def exchange_choice(config: RunConfig, transformer_engine: bool, saved: str | No
         return None
     if saved is not None:
         return Choice(EXCHANGE_KEY, saved, "as in the checkpoint from which the run resumes")
-    sent = exchanged_bytes(config)
     if transformer_engine and can_use_attention_of_transformer_engine(config):
-        return _choice_beside_ring(config, sent)
+        return _of_transformer_engine(config)
     if transformer_engine and _only_by_heads(config) and not config.flow.packing:
         return Choice(EXCHANGE_KEY, "all_gather", "windows and sinks are computed by torch's attention")
-    del sent["p2p"]
-    return _fewest(sent, config)
+    return _of_torch(config)
 
 
 def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
@@ -67,9 +72,13 @@ def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
     return half_precision and (by_heads or not _only_by_heads(config))
 
 
-def exchanged_bytes(config: RunConfig) -> dict[str, int]:
+def exchanged_bytes(config: RunConfig, transformer_engine: bool) -> dict[str, int]:
     """cp_comm_type -> bytes that a process sends in a step for one layer and a sequence of `seq_length` tokens; without
-    a2a if the heads cannot be divided."""
+    a2a if the heads cannot be divided.
+
+    Args:
+        transformer_engine: whether the attention is Transformer Engine's.
+    """
     arch, size = config.arch, config.parallel.context_parallel_size
     width = 2 * derived.kv_channels(arch)
     if arch.multi_latent_attention:
@@ -78,6 +87,8 @@ def exchanged_bytes(config: RunConfig) -> dict[str, int]:
     element = 2 if config.dtype.bf16 or config.dtype.fp16 else 4
     tokens = config.train.seq_length * (size - 1) // size
     sent = {"all_gather": 2 * tokens * groups * width * element, "p2p": 3 * tokens * groups * width * element}
+    if not transformer_engine:
+        sent["p2p"] -= config.train.seq_length // size * groups * width * element
     sent_groups = derived.exchanged_groups(config)
     if sent_groups is not None:
         sent["a2a"] = 2 * tokens * (heads + sent_groups) * width * element // size
@@ -88,21 +99,44 @@ def _only_by_heads(config: RunConfig) -> bool:
     return config.arch.softmax_type != "vanilla" or config.arch.window_size is not None
 
 
-def _choice_beside_ring(config: RunConfig, sent: dict[str, int]) -> Choice:
-    """Of p2p and a2a, for Transformer Engine's attention, which needs a key head for each process."""
-    size = config.parallel.context_parallel_size
-    heads, groups = derived.attention_heads_of_process(config)
+def _torch_has_ring(config: RunConfig) -> bool:
+    """Whether all layers of torch's attention can use the ring (`nn/ring_attention.py`), on a GPU by kernels that store
+    no scores: those in half precision."""
+    arch = config.arch
+    is_exact = arch.attention_dropout == 0.0 and arch.attn_logit_softcapping is None and arch.window_size is None
+    return is_exact and (config.dtype.bf16 or config.dtype.fp16)
+
+
+def _of_torch(config: RunConfig) -> Choice:
+    sent = exchanged_bytes(config, transformer_engine=False)
+    if not _torch_has_ring(config):
+        del sent["p2p"]
+        return _fewest(sent, config)
+    return _hidden_ring(config) or _fewest(sent, config)
+
+
+def _of_transformer_engine(config: RunConfig) -> Choice:
+    """Of p2p and a2a, for which its attention needs a key head for each process."""
+    groups = derived.attention_heads_of_process(config)[1]
     if config.flow.packing:
         return Choice(EXCHANGE_KEY, "p2p", "Transformer Engine exchanges no heads of packed rows")
-    tokens = config.train.seq_length // size
-    if tokens * heads >= _HIDDEN_RING_TOKENS * groups:
-        return Choice(EXCHANGE_KEY, "p2p", f"attention over {tokens:,} tokens of a process hides the ring's transfers")
-    sent = {name: size_ for name, size_ in sent.items() if name == "p2p" or (name == "a2a" and groups % size == 0)}
-    return _fewest(sent, config)
+    sent = exchanged_bytes(config, transformer_engine=True)
+    del sent["all_gather"]
+    if groups % config.parallel.context_parallel_size:
+        sent.pop("a2a", None)
+    return _hidden_ring(config) or _fewest(sent, config)
+
+
+def _hidden_ring(config: RunConfig) -> Choice | None:
+    heads, groups = derived.attention_heads_of_process(config)
+    tokens = config.train.seq_length // config.parallel.context_parallel_size
+    if tokens * heads < _HIDDEN_RING_TOKENS * groups:
+        return None
+    return Choice(EXCHANGE_KEY, "p2p", f"attention over {tokens:,} tokens of a process hides the ring's transfers")
 
 
 def _fewest(sent: dict[str, int], config: RunConfig) -> Choice:
-    fewest = min(sent, key=lambda name: (sent[name], name == "a2a"))
+    fewest = min(("p2p", "all_gather", "a2a"), key=lambda name: sent.get(name, math.inf))
     others = [f"{name} {sent[name] / 1e6:,.1f} MB" for name in sorted(sent) if name != fewest]
     compared = f", {', '.join(others)}" if others else "; the heads cannot be divided for a2a"
     reason = (

@@ -52,7 +52,10 @@ def check_overrides(
         "megatron_lm.model.arch.transformer_impl=torch",
         *one_process_overrides(),
     ]
-    if read_run(config, overrides).flow.packing:  # layouts with `packed` set it
+    run = read_run(config, overrides)
+    if run.parallel.cp_comm_type is None:  # the default of runs in half precision, which fp32 would change
+        values.append("megatron_lm.model.parallel.cp_comm_type=p2p")
+    if run.flow.packing:  # layouts with `packed` set it
         overrides = [*overrides, "megatron_wrap.flow.packing=false", "megatron_wrap.data.reset_attention_mask=false"]
     if flow is not None:
         values.append(f"megatron_wrap.flow.flow_key={flow}")

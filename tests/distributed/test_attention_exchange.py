@@ -1,5 +1,5 @@
-"""Context-parallel ranks that exchange heads (`cp_comm_type: a2a`) or pass keys and values around a ring (p2p) train,
-evaluate and generate like one rank."""
+"""Context-parallel ranks that exchange heads (`cp_comm_type: a2a`), gather keys and values (all_gather) or pass them
+around a ring (p2p) train, evaluate and generate like one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megatron_wrap.testing import check_parity
 
 ARCH, PARALLEL = "megatron_lm.model.arch.", "megatron_lm.model.parallel."
 RECOMPUTE = "megatron_lm.train.recompute."
-BY_HEADS, RING, CP2 = f"{runs.KEY}=a2a", f"{runs.KEY}=p2p", f"{PARALLEL}context_parallel_size=2"
+BY_HEADS, GATHERED, RING = (f"{runs.KEY}={exchange}" for exchange in ("a2a", "all_gather", "p2p"))
+BF16, CP2 = "megatron_lm.train.dtype.__select__=bf16", f"{PARALLEL}context_parallel_size=2"
 WINDOWS_AND_SINKS = (
     *(f"{ARCH}window_size=[11,0]", f"{ARCH}window_attn_skip_freq=2", f"{ARCH}softmax_type=learnable"),
     f"{ARCH}num_query_groups=2",  # fewer than the ranks of cp4, and one for each tensor-parallel rank
@@ -66,6 +67,12 @@ def test_gradients_of_a_ring_are_those_of_one_rank(overrides, layouts, ranks):
     assert max(row.gradient_difference for row in report.rows) <= 1e-5, report.table()
 
 
+def test_gradients_with_gathered_keys_are_those_of_one_rank(ranks):
+    samples, layouts = token_samples(16, 48), ["cp4", "packed-tp2-sp-cp2"]
+    report = check_parity(CONFIG, [GATHERED, *SINKS], samples=samples, layouts=layouts, steps=2, ranks=ranks)
+    assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
+
+
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_ring_has_the_output_and_gradients_of_a_softmax(processes, ranks):
     """Of two rows, and of a packed row, in which some sequences have one token in each chunk."""
@@ -92,8 +99,11 @@ def test_a_run_evaluates_generates_and_resumes_with_the_exchange_that_it_began_w
     pool = ranks(2)
     by_heads = pool.run(runs.train, (*saving("a2a"), BY_HEADS), 4)[0]
     chosen = pool.run(runs.train, saving("chosen"), 4)[0]
+    in_half_precision = pool.run(runs.train, (CP2, BF16), 1)[0]
     assert (by_heads["value"], set(by_heads["exchanges"])) == ("a2a", {"a2a"})
     assert (chosen["value"], chosen["set by"], set(chosen["exchanges"])) == ("all_gather", "MACHINE", {"all_gather"})
+    assert (in_half_precision["value"], set(in_half_precision["exchanges"])) == ("p2p", {"p2p"})
+    assert in_half_precision["losses"] == pytest.approx(chosen["losses"][:1], rel=1e-3)
     assert by_heads["losses"] == pytest.approx(chosen["losses"], rel=1e-5)
     assert by_heads["generated"] == chosen["generated"]
     pool.run(runs.train, (*saving("parts"), BY_HEADS), 2)

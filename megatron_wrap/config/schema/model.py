@@ -245,7 +245,8 @@ class ParallelConfig:
     """Processes that share each sequence (CP)."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
     """What attention of shared sequences exchanges. all_gather: keys and values. p2p: keys and values in a ring, during
-    attention (torch's gathers those of windows). a2a: heads. null: a choice that the log explains."""
+    attention (torch's gathers those of windows). a2a: heads. null: p2p where attention hides it, else the fewest bytes;
+    the log explains the choice."""
     expert_model_parallel_size: int = key(1, at_least=1)
     """Processes that share the experts of a mixture-of-experts layer (EP)."""
     expert_tensor_parallel_size: int | None = key(None, at_least=1)

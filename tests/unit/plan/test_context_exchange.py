@@ -20,7 +20,9 @@ PARALLEL, ARCH = "megatron_lm.model.parallel.", "megatron_lm.model.arch."
 CP2, PACKED = f"{PARALLEL}context_parallel_size=2", "megatron_wrap.flow.packing=true"
 CP4, CP8 = (f"{PARALLEL}context_parallel_size={size}" for size in (4, 8))
 BY_HEADS = f"{PARALLEL}cp_comm_type=a2a"
-WINDOW, SINKS = (f"{ARCH}{text}" for text in ("window_size=[7,0]", "softmax_type=learnable"))
+WINDOW, SINKS, EXACT = (
+    f"{ARCH}{text}" for text in ("window_size=[7,0]", "softmax_type=learnable", "attention_dropout=0")
+)
 
 
 def heads(count: int, groups: int, seq_length: int = 1024) -> tuple[str, ...]:
@@ -57,6 +59,16 @@ def test_windows_and_sinks_with_context_parallelism_and_packed_rows(overrides: t
         (False, (CP8, *heads(32, 8)), "a2a"),
         (False, (CP8, *heads(16, 4)), "a2a"),  # each key head is sent to two processes
         (False, (CP8, *heads(12, 12)), "all_gather"),  # 8 does not divide 12
+        (False, (BF16, CP2, *heads(8, 8), EXACT), "p2p"),  # as many bytes, some of them hidden
+        (False, (BF16, CP2, *heads(8, 8), EXACT, PACKED), "p2p"),
+        (False, (BF16, CP2, *heads(8, 8), EXACT, SINKS), "p2p"),
+        (False, (BF16, CP2, *heads(8, 8), f"{ARCH}attention_dropout=0.1"), "all_gather"),
+        (False, (BF16, CP2, *heads(8, 8), EXACT, WINDOW), "all_gather"),
+        (False, (FP32, CP2, *heads(8, 8), EXACT), "all_gather"),  # a GPU stores scores
+        (False, (BF16, CP4, *heads(8, 8, 8192), EXACT), "p2p"),  # attention hides the ring
+        (False, (BF16, CP4, *heads(8, 2, 2048), EXACT), "p2p"),  # of a quarter of the keys
+        (False, (BF16, CP4, *heads(8, 2, 2044), EXACT), "all_gather"),
+        (False, (BF16, CP8, *heads(32, 8), EXACT), "a2a"),
         (True, (BF16, CP4, *heads(8, 8)), "a2a"),
         (True, (BF16, CP4, *heads(8, 8, 16_384)), "p2p"),  # attention hides the ring
         (True, (BF16, CP4, *heads(8, 8), PACKED), "p2p"),
@@ -76,11 +88,15 @@ def test_bytes_are_those_of_the_tensors_that_a_process_sends() -> None:
     """Counted one by one for four processes: a quarter of 1,024 tokens, 8 query and 4 key heads of 16 in fp32."""
     local, width, others = 256, 16 * 4, 3
     keys_and_values, queries_and_outputs = 2 * local * 4 * width, 2 * local * 8 * width
-    assert exchanged_bytes(load_run_config(RUN, (FP32, CP4, *heads(8, 4)))) == {
+    sent = {
         "all_gather": 2 * others * keys_and_values,
         "p2p": 3 * others * keys_and_values,
         "a2a": 2 * others * (keys_and_values + queries_and_outputs) // 4,
     }
+    config = load_run_config(RUN, (FP32, CP4, *heads(8, 4)))
+    assert exchanged_bytes(config, transformer_engine=True) == sent
+    kept_from_the_forward_pass = {"p2p": sent["p2p"] - keys_and_values}
+    assert exchanged_bytes(config, transformer_engine=False) == sent | kept_from_the_forward_pass
 
 
 def test_a_named_value_and_a_saved_one_are_kept() -> None:
