@@ -1,17 +1,19 @@
-"""Kernels of flash-linear-attention on a GPU against the rule, the convolution and the norm in torch in fp32; skipped
-without a GPU or without the package."""
+"""Linear attention on a GPU: flash-linear-attention, where it is installed, against the rule and the norm in torch in
+fp32, and our convolution against torch in float64; skipped without a GPU."""
+
+import importlib.util
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
-pytest.importorskip("fla")
 
 from types import SimpleNamespace
 
 from megatron_wrap.nn.linear_attention import kernels
 
+by_package = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="no flash-linear-attention")
 LENGTHS = {"one": (1000,), "packed": (513, 1, 64, 422)}
 
 
@@ -47,12 +49,14 @@ def rule(lengths, trains):
     return output
 
 
+@by_package
 @pytest.mark.parametrize("name", LENGTHS)
 def test_the_rule_that_trains(name):
     """The package's, or where it refuses the backward pass that of torch."""
     agrees(rule(LENGTHS[name], trains=True), inputs_of_the_rule(LENGTHS[name]), 3e-2)
 
 
+@by_package
 @pytest.mark.parametrize("name", LENGTHS)
 def test_the_rule_of_generation_and_evaluation(name):
     """The package's on every GPU."""
@@ -63,14 +67,25 @@ def test_the_rule_of_generation_and_evaluation(name):
     assert (actual.float() - expected).abs().max() <= 3e-2 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-def test_the_convolution(name):
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("name", [*LENGTHS, "two rows"])
+def test_the_convolution(name, dtype, bound):
+    """Values and gradients of each part against torch's convolution in float64 on the CPU."""
     torch.manual_seed(1)
-    lengths = LENGTHS[name]
-    inputs, weight = torch.randn(1, sum(lengths), 384, device="cuda"), torch.randn(384, 4, device="cuda")
-    agrees(lambda x, w: kernels.convolve(x, w, packed(lengths), None), [inputs, weight], 2e-2)
+    lengths, widths = LENGTHS.get(name, (300,)), (128, 128, 256, 2, 2, 256)
+    rows = torch.randn(sum(lengths), 2 if name == "two rows" else 1, 3, sum(widths)).to(dtype)
+    weight, results = torch.randn(3 * sum(widths[:3]), 4).to(dtype), []
+    for device, chosen in (("cuda", dtype), ("cpu", torch.float64)):
+        inputs = [tensor.to(device, chosen).requires_grad_() for tensor in (rows, weight)]
+        parts = kernels.convolved_heads(*inputs, widths, packed(lengths))
+        factors = [torch.linspace(-1, 1, part.numel()).view(part.shape).to(device, chosen) for part in parts]
+        total = sum((part * factor).float().sum() for part, factor in zip(parts, factors, strict=True))
+        results.append([*parts, *torch.autograd.grad(total, inputs)])
+    for actual, expected in zip(*results, strict=True):
+        assert (actual.cpu().double() - expected).norm() <= bound * expected.norm()
 
 
+@by_package
 def test_the_gated_norm():
     torch.manual_seed(2)
     x, gate = (torch.randn(2, 500, 8, 128, device="cuda") for _ in range(2))

@@ -33,6 +33,11 @@ def can_normalize(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and fits and has_triton()
 
 
+def can_convolve(rows: Tensor) -> bool:
+    """Whether `short_convolution.convolved_heads` supports these rows on this machine."""
+    return rows.is_cuda and rows.dtype != torch.float64 and rows.numel() > 0 and has_triton()
+
+
 def layer_kernels(device: torch.device, training: bool = True) -> LayerKernels:
     """The kernels that replace functions of Megatron-Core on a device; none on a CPU.
 

@@ -1,5 +1,6 @@
-"""The rule, the convolution and the norm by the kernels of the package flash-linear-attention, where it is installed
-and the tensors are on a GPU, else in torch. Training where that package cannot train takes the rule in torch."""
+"""The rule and the norm by the kernels of the package flash-linear-attention, where it is installed and the tensors are
+on a GPU, else in torch; the convolution by a kernel of `nn.kernels`, else in torch. Training where that package cannot
+train takes the rule in torch."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_wrap.nn.kernels.available import can_convolve
 from megatron_wrap.nn.linear_attention.convolution import causal_convolution
 from megatron_wrap.nn.linear_attention.gated_delta_rule import gated_delta_rule
 from megatron_wrap.nn.linear_attention.rows import PackedRow
@@ -87,15 +89,27 @@ def _fla_trains() -> bool:
     return reason is None
 
 
-def convolve(inputs: Tensor, weight: Tensor, packed: PackedRow | None, before: Tensor | None) -> Tensor:
-    """As `causal_convolution`; `packed` has the sequences of a row, with b = 1."""
-    if before is not None or not uses_fla(inputs):
-        return causal_convolution(inputs, weight, lengths=None if packed is None else packed.lengths, before=before)
-    from fla.modules.causal_conv1d import causal_conv1d
+def convolved_heads(
+    rows: Tensor, weight: Tensor, widths: tuple[int, ...], packed: PackedRow | None
+) -> tuple[Tensor, ...]:
+    """The columns of each head in parts, of which the convolution replaces the first three.
 
-    output: Tensor
-    output, _ = causal_conv1d(inputs.contiguous(), weight, activation="silu", cu_seqlens=_borders(packed))
-    return output
+    Args:
+        rows: [s, b, heads, W], W the sum of the widths.
+        weight: [heads * (sum of the first three widths), K], as in `causal_convolution`.
+        packed: the sequences of a row, with b = 1; None: each row is one.
+
+    Returns:
+        [b, s, heads, width] for each width.
+    """
+    if can_convolve(rows):
+        from megatron_wrap.nn.kernels import short_convolution
+
+        return short_convolution.convolved_heads(rows, weight, widths, None if packed is None else _starts(packed))
+    inputs, others = rows.transpose(0, 1).split((sum(widths[:3]), sum(widths[3:])), dim=-1)
+    lengths = None if packed is None else packed.lengths
+    convolved = causal_convolution(inputs.flatten(2), weight, lengths=lengths).unflatten(-1, (rows.shape[2], -1))
+    return (*convolved.split(widths[:3], dim=-1), *others.split(widths[3:], dim=-1))
 
 
 def recur(
@@ -139,6 +153,12 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     precision = torch.promote_types(x.dtype, torch.float32)
     normalized = F.rms_norm(x.to(precision), weight.shape, weight.to(precision), eps)
     return (normalized * F.silu(gate.to(precision))).to(x.dtype)
+
+
+def _starts(packed: PackedRow) -> Tensor:
+    """int32 [tokens]: the position of the first token of each token's sequence."""
+    borders = packed.cu_seqlens_q
+    return torch.repeat_interleave(borders[:-1], borders.diff(), output_size=sum(packed.lengths)).int()
 
 
 def _borders(packed: PackedRow | None) -> Tensor | None:

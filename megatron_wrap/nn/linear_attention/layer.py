@@ -21,7 +21,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor, nn
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.nn.linear_attention.kernels import convolve, gated_rms_norm, recur
+from megatron_wrap.nn.linear_attention.convolution import causal_convolution
+from megatron_wrap.nn.linear_attention.kernels import convolved_heads, gated_rms_norm, recur
 from megatron_wrap.nn.linear_attention.recurrent_state import RecurrentState
 from megatron_wrap.nn.linear_attention.rows import PackedRow
 from megatron_wrap.parallel.head_exchange import to_whole_heads, to_whole_sequences
@@ -157,36 +158,47 @@ class GatedDeltaNet(MegatronModule):
             raise PlatformError("linear attention generates with a recurrent state; use wrap.generate")
         mixed, _ = self.in_proj(hidden_states)
         mixed = mixed.unflatten(-1, (-1, sum(self._widths)))  # [s, b, key heads, width]
-        *widths, gate_width = self._widths
-        recurrent, gate = mixed.split((sum(widths), gate_width), dim=-1)
         if self.cp_group is None:
-            output = self._over_sequences(recurrent, packed_seq_params)
+            output, gate = self._over_sequences(mixed, packed_seq_params)
+            assert gate is not None
         else:
+            *widths, gate_width = self._widths
+            recurrent, gate = mixed.split((sum(widths), gate_width), dim=-1)
             size = self.cp_group.size()
             lengths = (mixed.shape[0] * size,) if packed_seq_params is None else packed_seq_params.lengths
-            whole = to_whole_sequences(recurrent, lengths, self.cp_group)
-            output = to_whole_heads(self._over_sequences(whole, packed_seq_params), lengths, self.cp_group)
+            whole, _ = self._over_sequences(to_whole_sequences(recurrent, lengths, self.cp_group), packed_seq_params)
+            output = to_whole_heads(whole.transpose(0, 1), lengths, self.cp_group).transpose(0, 1)
+            gate = gate.transpose(0, 1)
         weight = self.norm_weight
         if not self.config.sequence_parallel:  # else Megatron-Core adds up the ranks' gradients, each of its heads
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-        gate = gate.reshape(output.shape)
-        output = gated_rms_norm(output, gate, weight, self.config.layernorm_epsilon)
-        projected: tuple[Tensor, Tensor | None] = self.out_proj(output.flatten(2))
+        output = gated_rms_norm(output, gate.reshape(output.shape), weight, self.config.layernorm_epsilon)
+        projected: tuple[Tensor, Tensor | None] = self.out_proj(output.transpose(0, 1).flatten(2))
         return projected
 
-    def _over_sequences(self, mixed: Tensor, packed: PackedRow | None) -> Tensor:
-        """Convolution and rule: [s, b, key heads, width without gates] to [s, b, heads, d_v], of whole sequences and of
-        the key heads of this tensor- and context-parallel rank."""
-        key_heads, kept = mixed.shape[2], self.recurrent_state
-        inputs, beta, decay = (part.transpose(0, 1) for part in mixed.split(self._widths[:-1], dim=-1))
-        inputs = inputs.flatten(2)
-        if kept is not None:
-            inputs = kept.without_padding(inputs)
+    def _over_sequences(self, mixed: Tensor, packed: PackedRow | None) -> tuple[Tensor, Tensor | None]:
+        """Convolution and rule over whole sequences, of the key heads of this tensor- and context-parallel rank.
+
+        Args:
+            mixed: [s, b, key heads, width], with or without the gates.
+
+        Returns:
+            [b, s, heads, d_v], and the gates [b, s, key heads, values * d_v] if `mixed` has them.
+        """
+        kept = self.recurrent_state
         conv_weight, a_log, dt_bias = (self._of_rank(each) for each in (self.conv_weight, self.A_log, self.dt_bias))
-        convolved = convolve(inputs, conv_weight, packed, None if kept is None else kept.inputs)
-        query, key, value = convolved.unflatten(-1, (key_heads, -1)).split(
-            (self.key_width, self.key_width, self.values_per_key * self.value_width), dim=-1
-        )
+        convolved_widths = (self.key_width, self.key_width, self.values_per_key * self.value_width)
+        widths: tuple[int, ...] = (*convolved_widths, *self._widths[1:])
+        if mixed.shape[-1] < sum(widths):
+            widths = widths[:-1]
+        if kept is None:
+            parts = convolved_heads(mixed, conv_weight, widths, packed)
+        else:
+            before, others = mixed.transpose(0, 1).split((self._convolved, sum(widths[3:])), dim=-1)
+            inputs = kept.without_padding(before.flatten(2))
+            convolved = causal_convolution(inputs, conv_weight, before=kept.inputs).unflatten(-1, before.shape[2:])
+            parts = (*convolved.split(widths[:3], dim=-1), *others.split(widths[3:], dim=-1))
+        query, key, value, beta, decay, *gate = parts
         value = value.unflatten(-1, (-1, self.value_width)).flatten(2, 3)
         log_decay = -a_log.float().exp() * F.softplus(decay.flatten(2).float() + dt_bias.float())
         output, state = recur(
@@ -197,7 +209,7 @@ class GatedDeltaNet(MegatronModule):
         if kept is not None:
             assert state is not None
             kept.keep(inputs, conv_weight.shape[1] - 1, state)
-        return output.transpose(0, 1)
+        return output, gate[0] if gate else None
 
     def _of_rank(self, parameter: Tensor) -> Tensor:
         """The rows of this context-parallel rank's heads."""
