@@ -16,11 +16,20 @@ _PRELOADED = (
     "confignest",
     "megatron_wrap.core.wrap",
     "megatron_wrap.core.run",
+    "megatron_wrap.parallel.launch",
+    "megatron_wrap.parallel.heartbeat",
+    "megatron_wrap.parallel.loopback",
     "megatron_wrap.model.core_config",
     "megatron_wrap.model.gpt_model",
     "megatron_wrap.model.gpt_provider",
     "megatron_wrap.nn.core_attention",
+    "megatron_wrap.checkpoint.choices",
     "megatron_wrap.checkpoint.resume",
+    "megatron_wrap.data.chat.dropped_parts",
+    "megatron_wrap.engine.state.checked_optimizer",
+    "megatron_wrap.nn.adapters.token_rows",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
     "megatron_wrap.testing.gradients",
 )
 """Modules that every rank needs."""
@@ -37,6 +46,9 @@ def import_for_ranks() -> None:
     finally:
         if not was_installed:
             platform.uninstall()
+    if not was_installed:  # what an installation reads of the imported modules is then known in forked processes
+        platform.install()
+        platform.uninstall()
 
 
 class Pools:

@@ -27,7 +27,7 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform.base.platform import GIB, NEEDS_CUDA, WITHOUT_FUSED_KERNELS, Platform
 from megatron_wrap.platform.cpu.gloo import share_device
 from megatron_wrap.platform.cpu.heap import keep_freed_memory
-from megatron_wrap.platform.cpu.torch_view import MegatronFinder, TorchView, megatron_modules, replace_tensor_methods
+from megatron_wrap.platform.cpu.torch_view import MegatronFinder, TorchView, replace_tensor_methods
 from megatron_wrap.platform.megatron_core import adam, repairs, versions
 from megatron_wrap.platform.megatron_core.replacements import Replacements
 
@@ -65,8 +65,8 @@ class CpuPlatform(Platform):
     def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
         if any(isinstance(finder, MegatronFinder) for finder in sys.meta_path):
             return  # another CpuPlatform is installed in this process
-        loaded = megatron_modules()
-        _refuse_loaded_cuda_packages(loaded)
+        loaded = self._view.megatron_modules()
+        _refuse_loaded_cuda_packages([module for module in loaded if not self._view.is_known(module)])
         keep_freed_memory()
         share_device(replacements)
         finder = MegatronFinder(self._view)
@@ -79,9 +79,8 @@ class CpuPlatform(Platform):
         replace_tensor_methods(replacements)
         with repairs.quiet_import():
             patched = [importlib.import_module(name) for name in _PATCHES]
-            loaded = megatron_modules()
             for module, patch in zip(patched, _PATCHES.values(), strict=True):
-                patch(module, loaded, replacements)
+                patch(module, self._view.users, replacements)
             adam.use_in_megatron(replacements)
             repairs.repair(replacements)
 
@@ -161,12 +160,15 @@ def _refuse_loaded_cuda_packages(loaded: Sequence[types.ModuleType]) -> None:
 
 # --- replacements of Megatron-Core's functions ------------------------------------------------------------------------
 
+Users = Callable[[Callable[..., Any]], Sequence[tuple[types.ModuleType, str]]]
+"""Function -> the modules in which it has a name, with that name."""
+
 
 def _replace_function(
     module: types.ModuleType,
     name: str,
     replacement: Callable[..., Any],
-    loaded: Sequence[types.ModuleType],
+    users: Users,
     replacements: Replacements,
 ) -> Any:
     """Replace a function in every loaded module of Megatron-Core that refers to it; returns the original."""
@@ -176,14 +178,12 @@ def _replace_function(
     expected, actual = (list(inspect.signature(function).parameters) for function in (replacement, original))
     if expected != actual:
         raise versions.unexpected(f"{module.__name__}.{name} takes ({', '.join(actual)}), not ({', '.join(expected)})")
-    for user in loaded:
-        for alias, value in list(vars(user).items()):
-            if value is original:
-                replacements.set(user, alias, replacement)
+    for user, alias in users(original):
+        replacements.set(user, alias, replacement)
     return original
 
 
-def _patch_type_names(module: types.ModuleType, loaded: Sequence[types.ModuleType], replacements: Replacements) -> None:
+def _patch_type_names(module: types.ModuleType, users: Users, replacements: Replacements) -> None:
     """Replace strings such as "torch.cuda.FloatTensor" in a module's compiled functions. The optimizers check dtypes
     with `Tensor.type()`, which includes the device. Changing the code objects reaches every reference to a function."""
     changed = 0
@@ -222,7 +222,7 @@ def _cpu_constant(constant: Any) -> Any:
     return constant
 
 
-def _patch_rng(module: types.ModuleType, loaded: Sequence[types.ModuleType], replacements: Replacements) -> None:
+def _patch_rng(module: types.ModuleType, users: Users, replacements: Replacements) -> None:
     """Make Megatron-Core's RNG tracker use the CPU generator."""
 
     def _get_cuda_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -231,8 +231,8 @@ def _patch_rng(module: types.ModuleType, loaded: Sequence[types.ModuleType], rep
     def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
-    _replace_function(module, "_get_cuda_rng_state", _get_cuda_rng_state, loaded, replacements)
-    _replace_function(module, "_set_cuda_rng_state", _set_cuda_rng_state, loaded, replacements)
+    _replace_function(module, "_get_cuda_rng_state", _get_cuda_rng_state, users, replacements)
+    _replace_function(module, "_set_cuda_rng_state", _set_cuda_rng_state, users, replacements)
 
 
 def _peak_bytes() -> int:
@@ -249,7 +249,7 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _patch_mappings(module: types.ModuleType, loaded: Sequence[types.ModuleType], replacements: Replacements) -> None:
+def _patch_mappings(module: types.ModuleType, users: Users, replacements: Replacements) -> None:
     """Gather and reduce-scatter unequal sizes, as experts with tensor parallelism need: NCCL can, gloo cannot."""
 
     def _gather_along_first_dim(
@@ -273,22 +273,22 @@ def _patch_mappings(module: types.ModuleType, loaded: Sequence[types.ModuleType]
         torch.distributed.all_reduce(total, group=group)
         return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
 
-    equal_gather = _replace_function(module, "_gather_along_first_dim", _gather_along_first_dim, loaded, replacements)
+    equal_gather = _replace_function(module, "_gather_along_first_dim", _gather_along_first_dim, users, replacements)
     equal_scatter = _replace_function(
-        module, "_reduce_scatter_along_first_dim", _reduce_scatter_along_first_dim, loaded, replacements
+        module, "_reduce_scatter_along_first_dim", _reduce_scatter_along_first_dim, users, replacements
     )
 
 
-def _patch_moe_utils(module: types.ModuleType, loaded: Sequence[types.ModuleType], replacements: Replacements) -> None:
+def _patch_moe_utils(module: types.ModuleType, users: Users, replacements: Replacements) -> None:
     """Convert split sizes to numpy arrays without a device-to-host copy."""
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    _replace_function(module, "maybe_move_tensor_to_cpu", maybe_move_tensor_to_cpu, loaded, replacements)
+    _replace_function(module, "maybe_move_tensor_to_cpu", maybe_move_tensor_to_cpu, users, replacements)
 
 
-_PATCHES: dict[str, Callable[[types.ModuleType, Sequence[types.ModuleType], Replacements], None]] = {
+_PATCHES: dict[str, Callable[[types.ModuleType, Users, Replacements], None]] = {
     "megatron.core.optimizer.clip_grads": _patch_type_names,
     "megatron.core.optimizer.optimizer": _patch_type_names,
     "megatron.core.optimizer.distrib_optimizer": _patch_type_names,

@@ -8,10 +8,11 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,8 @@ HIDDEN_PACKAGES = {
 }
 
 _MEGATRON = "megatron."
+_COMPILED = "_torchdynamo_orig_callable"
+"""The attribute of what torch.compile returns that holds the function."""
 _FACTORIES = (
     *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "randperm"),
@@ -39,9 +42,40 @@ def is_megatron(module_name: str) -> bool:
     return module_name.startswith(_MEGATRON)
 
 
-def megatron_modules() -> list[types.ModuleType]:
-    """The modules of Megatron-Core imported so far."""
-    return [module for name, module in list(sys.modules.items()) if name.startswith(_MEGATRON) and module is not None]
+class _Imported:
+    """The modules of Megatron-Core. The thousands of other modules are read once, not at each installation: in a forked
+    process, reading them copies as many pages."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+        self._newest = ""  # the last name of sys.modules, where new ones are added, when it was read
+
+    def modules(self) -> list[types.ModuleType]:
+        """Those imported so far."""
+        try:
+            new = [*itertools.takewhile(lambda name: name != self._newest, reversed(sys.modules))]
+        except RuntimeError:  # another thread imports
+            new = list(sys.modules)[::-1]
+        self._newest = new[0] if new else self._newest
+        self._names |= dict.fromkeys(name for name in reversed(new) if name.startswith(_MEGATRON))
+        return [module for name in self._names if (module := sys.modules.get(name)) is not None]
+
+
+class _Record(NamedTuple):
+    """What an installation needs to know about an imported module."""
+
+    num_names: int
+    rebound: list[tuple[Any, str, Any, Any]]
+    """Module or class, name, its value, and the replacement."""
+    functions: frozenset[int]
+    """The ids of the functions that the module's names denote."""
+
+    def fits(self, module: types.ModuleType) -> bool:
+        """Whether the module has not changed since."""
+        if self.num_names != len(vars(module)):
+            return False
+        values = ((vars(owner).get(name), old, new) for owner, name, old, new in self.rebound)
+        return all(value is old or value is new for value, old, new in values)
 
 
 class _ModuleProxy(types.ModuleType):
@@ -129,6 +163,9 @@ class TorchView:
 
     def __init__(self) -> None:
         self.active = False
+        self._imported = _Imported()
+        self._imported_while_active: list[types.ModuleType] = []
+        self._records: dict[types.ModuleType, _Record] = {}
         cuda = _ModuleProxy(torch.cuda, _cuda_replacements())
         replaced = {name: _factory_on_cpu(getattr(torch, name)) for name in _FACTORIES}
         view = _ModuleProxy(torch, {**replaced, "cuda": cuda, "compile": _eager})
@@ -139,23 +176,55 @@ class TorchView:
         self.builtins = dict(vars(builtins), __import__=self._import, print=_print)
 
     def deactivate(self) -> None:
-        """Rebind torch itself in all modules of Megatron-Core, and stop hiding packages."""
+        """Rebind torch itself in the modules that were imported while active, and stop hiding packages."""
         self.active = False
-        for module in megatron_modules():
+        for module in self._imported_while_active:
+            self._records.pop(module, None)
             for name, value in list(vars(module).items()):
                 if isinstance(value, _ModuleProxy):
                     setattr(module, name, value.__dict__["_megatron_wrap_real"])
+        self._imported_while_active.clear()
+
+    def imported(self, module: types.ModuleType) -> None:
+        """Note a module of Megatron-Core that is about to run while active."""
+        self._imported_while_active.append(module)
+
+    def megatron_modules(self) -> list[types.ModuleType]:
+        """The modules of Megatron-Core imported so far."""
+        return self._imported.modules()
+
+    def is_known(self, module: types.ModuleType) -> bool:
+        """Whether an earlier installation has read this module, which has not changed since."""
+        record = self._records.get(module)
+        return record is not None and record.fits(module)
 
     def rebind(self, module: types.ModuleType, replacements: Replacements) -> None:
         """Rebind torch's names, and unwrap compiled functions, in a module that is already imported."""
+        for owner, name, _, replacement in self._record(module).rebound:
+            replacements.set(owner, name, replacement)
+
+    def users(self, function: Callable[..., Any]) -> list[tuple[types.ModuleType, str]]:
+        """The modules of Megatron-Core in which a function has a name, with that name."""
+        modules = [module for module in self.megatron_modules() if id(function) in self._record(module).functions]
+        return [(module, name) for module in modules for name, value in vars(module).items() if value is function]
+
+    def _record(self, module: types.ModuleType) -> _Record:
+        if not self.is_known(module):
+            values = list(vars(module).items())
+            functions = frozenset(id(value) for _, value in values if isinstance(value, types.FunctionType))
+            self._records[module] = _Record(len(values), list(self._rebound(module)), functions)
+        return self._records[module]
+
+    def _rebound(self, module: types.ModuleType) -> Iterator[tuple[Any, str, Any, Any]]:
         for name, value in list(vars(module).items()):
             if id(value) in self._replacement_by_id:
-                replacements.set(module, name, self._replacement_by_id[id(value)])
+                yield module, name, value, self._replacement_by_id[id(value)]
             elif isinstance(value, type) and value.__module__ == module.__name__:
                 for attribute, member in list(vars(value).items()):
-                    _unwrap_compiled(value, attribute, member, replacements)
-            else:
-                _unwrap_compiled(module, name, value, replacements)
+                    if _is_compiled(member):
+                        yield value, attribute, member, vars(member)[_COMPILED]
+            elif _is_compiled(value):
+                yield module, name, value, vars(value)[_COMPILED]
 
     def _import(
         self,
@@ -172,9 +241,8 @@ class TorchView:
         return self._replacement_by_id.get(id(module), module) if self.active else module
 
 
-def _unwrap_compiled(owner: Any, name: str, value: Any, replacements: Replacements) -> None:
-    if isinstance(value, types.FunctionType) and "_torchdynamo_orig_callable" in vars(value):
-        replacements.set(owner, name, vars(value)["_torchdynamo_orig_callable"])
+def _is_compiled(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and _COMPILED in vars(value)
 
 
 def _print(*arguments: Any, **named: Any) -> None:
@@ -217,6 +285,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         if self._view.active:
+            self._view.imported(module)
             module.__dict__["__builtins__"] = self._view.builtins
         self._loader.exec_module(module)
 

@@ -167,11 +167,11 @@ def test_unexpected_megatron_function_is_reported_with_its_version(installed):
     with pytest.raises(
         PlatformError, match=rf"megatron-core {version()} .* takes \(device, clone\), not \(device, clone,"
     ):
-        cpu._patch_rng(module, [], Replacements())
+        cpu._patch_rng(module, lambda function: [], Replacements())
     with pytest.raises(PlatformError, match=r"has no comparison with torch\.cuda\.FloatTensor"):
-        cpu._patch_type_names(types.ModuleType("megatron.core.other"), [], Replacements())
+        cpu._patch_type_names(types.ModuleType("megatron.core.other"), lambda function: [], Replacements())
     with pytest.raises(PlatformError, match="has no maybe_move_tensor_to_cpu"):
-        cpu._patch_moe_utils(types.ModuleType("megatron.core.other"), [], Replacements())
+        cpu._patch_moe_utils(types.ModuleType("megatron.core.other"), lambda function: [], Replacements())
 
 
 def test_only_known_log_noise_is_hidden(installed, caplog):
@@ -223,6 +223,11 @@ def test_install_after_megatron_was_imported():
         print(fusions.swiglu is compiled._torchdynamo_orig_callable, moe.maybe_move_tensor_to_cpu.__module__)
         choose_platform("cpu").uninstall()
         print(fusions.swiglu is compiled, fusions.torch is torch, moe.maybe_move_tensor_to_cpu.__module__)
+        assert "megatron.core.models.bert.bert_model" not in sys.modules
+        import megatron.core.models.bert.bert_model as later
+        choose_platform("cpu").install()
+        print(fusions.torch is torch, later.torch is torch)
+        choose_platform("cpu").uninstall()
         # once a name from Transformer Engine is bound, the platform refuses
         fusions.borrowed = type("FusedAdam", (), {"__module__": "transformer_engine.pytorch.optimizers"})
         try:
@@ -234,5 +239,6 @@ def test_install_after_megatron_was_imported():
     assert out == [
         *("0", "True", "megatron_wrap.platform.cpu.platform"),
         *("True", "True", "megatron.core.transformer.moe.moe_utils"),
+        *("False", "False"),
         *("PlatformError", "True"),
     ]
