@@ -15,6 +15,8 @@ def leaves_folder(folder: str | os.PathLike[str], name: str) -> str | None:
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
         return f"names {name!r}, which is outside its folder"
+    if not any(os.path.islink(os.path.join(folder, *parts[: end + 1])) for end in range(len(parts))):
+        return None
     root = Path(os.path.abspath(folder))
     target = Path(os.path.realpath(root / name))  # Path.resolve raises at a link to itself
     parents = {*root.parents, *root.resolve().parents}

@@ -41,7 +41,7 @@ from megatron_wrap.checkpoint.files.writing import FileToWrite, Index, write_fil
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, agreed, describe, on_rank_0
 from megatron_wrap.parallel.collectives import gather_objects
-from megatron_wrap.platform.megatron_core import versions
+from megatron_wrap.platform.megatron_core import repairs, versions
 
 _BYTES_AROUND_A_TENSOR = 1024
 """Of `torch.save`, and its part of the metadata."""
@@ -106,7 +106,8 @@ def _planned(sharded_state: dict[str, Any], folder: Path, group: Any) -> tuple[_
     with _agreed_save(strategy, folder):
         arguments = versions.save_arguments(async_save=True)
         metadata = dict(CONTENT_METADATA)
-        dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=metadata, **arguments)
+        with repairs.without_writers():
+            dist_checkpointing.save(sharded_state, str(folder), strategy, content_metadata=metadata, **arguments)
         buckets += base.writer.write_buckets or []
     _check_space(folder, buckets)
     return base, strategy, buckets

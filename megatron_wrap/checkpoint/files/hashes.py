@@ -21,6 +21,8 @@ BLOCK_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
 """Bytes that are read at once to be hashed."""
 _MAX_THREADS = 8
+_FEW_BYTES = 2**20
+"""Of files that are hashed before threads have started."""
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -89,7 +91,7 @@ def manifest_damage(manifest: Mapping[str, Any]) -> str | None:
 
 def _hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> list[str]:
     threads = min(hash_threads(), len(blocks))
-    if threads > 1:
+    if threads > 1 and sum((folder / name).stat().st_size for name in {name for name, _ in blocks}) > _FEW_BYTES:
         with ThreadPoolExecutor(threads) as pool, contextlib.suppress(RuntimeError):  # a program that ends has no pools
             return list(pool.map(lambda block: hash_block(folder / block[0], block[1]), blocks))
     return [hash_block(folder / name, index) for name, index in blocks]

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from multiprocessing.managers import SyncManager
+from types import ModuleType
 from typing import Any
 
 from megatron_wrap.platform.megatron_core.replacements import Replacements
@@ -128,10 +129,7 @@ def hide_log_messages(logger: str, text: str, replacements: Replacements) -> Non
 def _replace_results_queue(replacements: Replacements) -> None:
     """Fork the manager process through which checkpoint writers report, instead of spawning it. A spawned process
     imports the user's script, and runs all of it if it has no `if __name__ == "__main__"`."""
-    module = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    names = [name for name in ("get_write_results_queue", "_get_write_results_queue") if hasattr(module, name)]
-    if not names:
-        raise unexpected(f"{module.__name__} has no get_write_results_queue")
+    module, name = _results_queue()
 
     @functools.lru_cache(maxsize=1)
     def queue_of(process_id: int) -> Any:
@@ -139,7 +137,24 @@ def _replace_results_queue(replacements: Replacements) -> None:
         manager.start(initializer=_exit_with_parent, initargs=(process_id,))
         return manager.Queue()
 
-    replacements.set(module, names[0], lambda *mode, **named_mode: queue_of(os.getpid()))
+    replacements.set(module, name, lambda *mode, **named_mode: queue_of(os.getpid()))
+
+
+@contextlib.contextmanager
+def without_writers() -> Iterator[None]:
+    """In the body, saves are only planned: Megatron-Core does not start the manager process for its writers' reports."""
+    with Replacements() as replacements:
+        replacements.set(*_results_queue(), lambda *mode, **named_mode: None)
+        yield
+
+
+def _results_queue() -> tuple[ModuleType, str]:
+    """Module and name of the function that returns the queue of the checkpoint writers' reports."""
+    module = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    names = [name for name in ("get_write_results_queue", "_get_write_results_queue") if hasattr(module, name)]
+    if not names:
+        raise unexpected(f"{module.__name__} has no get_write_results_queue")
+    return module, names[0]
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import math
+import multiprocessing
 import os
 import warnings
 from collections.abc import Iterator
@@ -337,7 +338,9 @@ def test_batches_are_a_permutation_of_each_epoch_and_a_resumed_run_continues_the
     for until in (3, 8):
         with started(f"{TRAIN}.train_iters=8", f"{TRAIN}.save=saved") as wrap:
             go_on(wrap, resumed, until)
+            workers = multiprocessing.active_children()
             wrap.save()
+            assert multiprocessing.active_children() == workers  # Megatron-Core would start one
     assert resumed == straight
     assert len(straight) == 8
     first_epoch = [sample for batch in straight[:6] for sample in batch]
