@@ -7,9 +7,11 @@ and peft take ten seconds of a processor, which each part of scripts/run_tests.s
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
+import pathlib
 import signal
 import socket
 import sys
@@ -44,6 +46,21 @@ def import_all(modules: list[str]) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    use_huge_pages()
+
+
+def use_huge_pages() -> None:
+    """Move this process's memory to pages of 2 MiB, where Linux can. A fork and its end then take a fifth of the time:
+    they go through the pages of 400 MB of modules, and most tests of a run are in a forked process."""
+    if sys.platform != "linux":
+        return
+    madvise, page, collapse = ctypes.CDLL(None).madvise, 2**21, 25  # MADV_COLLAPSE, of Linux 6.1
+    for line in pathlib.Path("/proc/self/maps").read_text("utf-8").splitlines():
+        addresses, access, _, _, file, *_ = line.split()
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        start, end = -(-start // page) * page, end // page * page
+        if access.startswith("rw") and file == "0" and start < end:
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), collapse)  # what fails stays as it is
 
 
 def answer(connection: socket.socket) -> None:
