@@ -142,7 +142,7 @@ def _replace_results_queue(replacements: Replacements) -> None:
 
 @contextlib.contextmanager
 def without_writers() -> Iterator[None]:
-    """In the body, saves are only planned: Megatron-Core does not start the manager process for its writers' reports."""
+    """In the body, saves are only planned: Megatron-Core starts no manager process for its writers' reports."""
     with Replacements() as replacements:
         replacements.set(*_results_queue(), lambda *mode, **named_mode: None)
         yield
