@@ -26,6 +26,7 @@ from megatron_wrap.parallel.interrupts import InterruptWatch
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.parallel.stop_requests import StopRequests
 from megatron_wrap.platform.base.platform import Platform
+from megatron_wrap.platform.megatron_core.graphs import delete_graphs
 from megatron_wrap.utils.dist_logger import logger
 
 
@@ -117,6 +118,7 @@ class Run:
         handlers of signals. The model cannot be used afterwards."""
         self.checkpoints.close()
         remove_gather_hooks(self.state.chunks)
+        delete_graphs(self.state.chunks)
         self.data.close()
         self.records.close()
         if self._stop is not None:  # last: torchrun's agent sends SIGTERM when another process has ended

@@ -109,9 +109,9 @@ def _check_interleaving(config: RunConfig, data_parallel: int, global_batch_size
 
 
 def _check_graphs(config: RunConfig) -> None:
-    """CUDA graphs of layers have constant shapes, and random states that no checkpoint holds. Those of other
-    implementations are captured by Megatron-LM's loop, and would be missing here without a word."""
-    upstream, train = config.arch.upstream, config.train
+    """CUDA graphs of layers have constant shapes. Those of other implementations are captured by Megatron-LM's loop,
+    and would be missing here without a word."""
+    upstream = config.arch.upstream
     implementation = upstream.get("cuda_graph_impl", "none")
     if implementation not in ("none", "local"):
         refuse(config, ["arch.cuda_graph_impl"], f"{implementation} is captured by Megatron-LM's loop; write local")
@@ -123,9 +123,6 @@ def _check_graphs(config: RunConfig) -> None:
     if derived.varies_in_length(config):
         rule = "CUDA graphs need micro-batches of one shape; write collate_type: fixed_length without packing, or none"
         refuse(config, [*keys, "flow.flow_key"], rule)
-    if train.save is not None and not train.no_save_rng:
-        rule = "the random states of CUDA graphs cannot be saved; write no_save_rng: true, save: null, or none here"
-        refuse(config, [*keys, "train.no_save_rng"], rule)
 
 
 def _check_platform(config: RunConfig) -> None:

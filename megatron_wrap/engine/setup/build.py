@@ -262,6 +262,7 @@ def build_chunks(
             defers_logits=defer_logits,
         )
         chunk = _built(config, provider, request)
+        platform.synchronize()  # with CUDA graphs of layers the first one has changed the stream
         chunk.to(platform.device)
         _mark_experts(chunk)
         if new_weights and (weight_folder is None or weight_folder.omitted):

@@ -10,6 +10,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from megatron_wrap.platform.megatron_core.graphs import set_tracked_states, tracked_states
+
 
 @dataclass(frozen=True)
 class RandomStates:
@@ -22,29 +24,25 @@ class RandomStates:
     """Of torch on the CPU."""
     device: Tensor | None
     """Of a GPU."""
-    tracker: dict[str, Any]
+    tracker: dict[str, Tensor]
     """Of Megatron-Core, by name."""
 
     @classmethod
     def now(cls, device: torch.device) -> RandomStates:
         """The current states."""
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         return cls(
             random.getstate(),
             numpy.random.get_state(legacy=True),
             torch.get_rng_state(),
             torch.cuda.get_rng_state() if device.type == "cuda" else None,
-            dict(get_cuda_rng_tracker().get_states()),
+            tracked_states(),
         )
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.host)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device)
-        get_cuda_rng_tracker().set_states(dict(self.tracker))
+        set_tracked_states(self.tracker)

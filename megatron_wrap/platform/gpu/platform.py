@@ -16,13 +16,18 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform.base.platform import GIB, WITHOUT_FUSED_KERNELS, Platform
 from megatron_wrap.platform.gpu.fp8_requirements import missing_for
 from megatron_wrap.platform.gpu.fp8_scales import forget_scales
-from megatron_wrap.platform.megatron_core import adam, repairs
+from megatron_wrap.platform.megatron_core import adam, graphs, repairs
 from megatron_wrap.platform.megatron_core.replacements import Replacements
 
 _TF32 = "NVIDIA_TF32_OVERRIDE"
 """cuBLAS reads it at its first use; 0 disables TF32, so fp32 is true fp32. torch disables TF32 by default, but
 Transformer Engine enables it, and Megatron-Core's MoE routers use Transformer Engine whenever it is installed
 (moe_utils.py)."""
+
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_REGISTER = "NCCL_GRAPH_REGISTER"
+"""With expandable segments NCCL must not register the memory of CUDA graphs, as Megatron-Core's newer releases check no
+longer (transformer/cuda_graphs.py)."""
 
 
 class CudaPlatform(Platform):
@@ -60,11 +65,15 @@ class CudaPlatform(Platform):
         for name, value in {_TF32: "0", **({} if torch.cuda.is_initialized() else environment)}.items():
             replacements.keep_item(os.environ, name)
             os.environ.setdefault(name, value)
+        if any("expandable_segments:True" in os.environ.get(name, "") for name in _ALLOCATOR):
+            replacements.keep_item(os.environ, _REGISTER)
+            os.environ.setdefault(_REGISTER, "0")
         torch.cuda.set_device(self.device)
         replacements.callback(forget_scales)
         replacements.callback(_free_user_buffers)
         with repairs.quiet_import():
             adam.use_in_megatron(replacements)
+            graphs.repair(replacements)
         repairs.repair(replacements)
 
     def synchronize(self) -> None:

@@ -495,10 +495,6 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
             "CUDA graphs need micro-batches of one shape; write collate_type: fixed_length without packing, or none",
         ),
         (
-            ["arch.cuda_graph_impl=local", "flow.__select__=minimal_mock", "train.save=folder"],
-            "the random states of CUDA graphs cannot be saved; write no_save_rng: true, save: null, or none here",
-        ),
-        (
             [
                 "parallel.tensor_model_parallel_size=2",
                 "parallel.sequence_parallel=false",

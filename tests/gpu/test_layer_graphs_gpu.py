@@ -1,0 +1,115 @@
+"""CUDA graphs of the layers train as the layers themselves, on one GPU and under tensor parallelism. Where a rank
+hangs, the stacks of all its threads are printed after `LIMIT` seconds, and it ends."""
+
+import faulthandler
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import numpy
+from _implementations import IMPLEMENTATIONS
+from _started import started
+
+CONFIG = Path(__file__).parents[2] / "scripts/benchmark/overhead.yaml"
+LIMIT = 40
+
+
+def overrides(implementation: str, graphs: bool, *more: str) -> list[str]:
+    """Of a run in bf16 over all processes under tensor and sequence parallelism."""
+    arch = "megatron_lm.model.arch"
+    return [
+        f"megatron_lm.model.parallel.tensor_model_parallel_size={torch.distributed.get_world_size()}",
+        f"{arch}.transformer_impl={implementation}",
+        *([f"{arch}.cuda_graph_impl=local"] if graphs else []),
+        "megatron_lm.train.dtype.__select__=bf16",
+        *more,
+    ]
+
+
+def phase(name: str) -> None:
+    """Print where this rank is."""
+    print(f"{time.strftime('%X')} rank {torch.distributed.get_rank()}: {name}", file=sys.stderr, flush=True)
+
+
+def train(implementation: str, graphs: bool) -> dict:
+    """Losses of steps with an evaluation of fewer rows between them, seconds of the last step, and the gradients of a
+    batch by the local parameter's name."""
+    from megatron_wrap.engine.step import gradients_of_batch
+
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    phase(f"{implementation}, graphs {graphs}")
+    with started(CONFIG, overrides(implementation, graphs)) as wrap:
+        tokens = numpy.random.default_rng(3).integers(0, 4096, (wrap.global_batch_size, 257))
+        samples = [{"input_ids": row.tolist(), "loss_mask": [1] * 257} for row in tokens]
+        losses = []
+        for step in range(4):
+            phase(f"step {step + 1}")
+            begun = time.perf_counter()
+            losses.append(wrap.train(samples)["loss"])
+            seconds = time.perf_counter() - begun
+            if step in (0, 1):
+                phase("evaluation")
+                losses.append(wrap.evaluate({"some": samples[:3]})["eval/some/loss"])
+        phase("gradients")
+        gradients_of_batch(wrap.state, samples)
+        gradients = {
+            name: parameter.main_grad.float().cpu().numpy()
+            for name, parameter in wrap.state.chunks[0].named_parameters()
+        }
+        captured = [
+            runner.fwd_graph is not None and runner.bwd_graph is not None
+            for module in wrap.state.chunks[0].modules()
+            for runner in getattr(module, "cudagraph_runners", [])
+        ]
+        assert all(captured)
+        assert len(captured) == (wrap.config.arch.num_layers if graphs else 0)
+        phase("close")
+    phase("closed")
+    faulthandler.cancel_dump_traceback_later()
+    return {"losses": losses, "seconds": seconds, "gradients": gradients}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_graphs_train_as_the_layers_themselves(size, implementation, ranks):
+    pool = ranks(size)
+    with_graphs, plain = (pool.run(train, implementation, graphs) for graphs in (True, False))
+    for ours, expected in zip(with_graphs, plain, strict=True):
+        differences = {
+            name: float(abs(ours["gradients"][name] - value).max() / abs(value).max())
+            for name, value in expected["gradients"].items()
+        }
+        print("losses", ours["losses"], "without graphs", expected["losses"])
+        print("seconds", ours["seconds"], "without graphs", expected["seconds"])
+        print("largest difference of a gradient, relative to its largest value", max(differences.values()))
+        numpy.testing.assert_allclose(ours["losses"], expected["losses"], rtol=1e-3)
+        assert max(differences.values()) < 2e-2, differences
+
+
+def part_of_a_run(folder: Path, steps: int) -> list[float]:
+    """Losses of steps with dropout, from the last checkpoint in the folder if there is one; saves at the end."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    more = ("megatron_lm.model.arch.hidden_dropout=0.1", f"megatron_lm.train.common.save={folder}")
+    with started(CONFIG, overrides("torch", True, *more)) as wrap:
+        tokens = numpy.random.default_rng(3).integers(0, 4096, (6, wrap.global_batch_size, 257))
+        first, losses = wrap.iteration, []
+        for batch in tokens[first : first + steps]:
+            samples = [{"input_ids": row.tolist(), "loss_mask": [1] * 257} for row in batch]
+            losses.append(wrap.train(samples)["loss"])
+        wrap.save()
+    faulthandler.cancel_dump_traceback_later()
+    return losses
+
+
+def test_resumed_run_draws_the_same_dropout(tmp_path, ranks):
+    whole, first, second = (
+        ranks(1).run(part_of_a_run, tmp_path / folder, steps)[0]
+        for folder, steps in (("whole", 6), ("parts", 3), ("parts", 3))
+    )
+    numpy.testing.assert_allclose([*first, *second], whole, rtol=1e-5)
