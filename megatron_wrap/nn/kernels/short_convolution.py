@@ -2,7 +2,8 @@
 only where Triton is installed.
 
 The convolution reads its channels where they stand in the output of a projection and writes each part for itself, and
-its backward pass writes the gradients of all parts into one tensor. Arithmetic is in fp32.
+its backward pass writes the gradients of all parts into one tensor. Arithmetic is in fp32; the gradient before SiLU is
+stored in the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -73,19 +74,64 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _inner_gradient_kernel(
     x,
     weight,
     starts,
     grad_y,
-    grad_x,
+    inner,
     grad_weight,
     tokens,
     heads,
     token_stride,
     row_stride,
-    grad_token_stride,
-    grad_row_stride,
+    head_stride: tl.constexpr,
+    channels: tl.constexpr,
+    first: tl.constexpr,
+    width: tl.constexpr,
+    taps: tl.constexpr,
+    packed: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_columns: tl.constexpr,
+):
+    # The gradient before SiLU, and of the weight a part for each block of tokens
+    blocks: tl.constexpr = (width + block_columns - 1) // block_columns
+    head, row = tl.program_id(1) // blocks, tl.program_id(2).to(tl.int64)
+    token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
+    column = (tl.program_id(1) % blocks) * block_columns + tl.arange(0, block_columns)
+    inside, column_inside = token < tokens, column < width
+    start = tl.zeros([block_tokens], dtype=tl.int32)
+    if packed:
+        start = tl.load(starts + token, mask=inside, other=0)
+    start = tl.where(inside, start, tokens)
+    source = x + row * row_stride + head * head_stride + first + column
+    channel = (head * channels + first + column) * taps
+    before = _taps(source, weight + channel, token, start, column_inside, token_stride, taps)
+    index = ((row * tokens + token) * heads + head)[:, None] * width + column[None, :]
+    both = inside[:, None] & column_inside[None, :]
+    grad = tl.load(grad_y + index, mask=both, other=0.0).to(tl.float32)
+    gate = tl.sigmoid(before)
+    grad *= gate * (1.0 + before * (1.0 - gate))
+    tl.store(inner + index, grad.to(inner.dtype.element_ty), mask=both)
+    part = (row * tl.num_programs(0) + tl.program_id(0)) * heads * channels * taps
+    for tap in tl.static_range(taps):
+        earlier = token - (taps - 1) + tap
+        seen = (earlier >= start)[:, None] & column_inside[None, :]
+        value = tl.load(source[None, :] + earlier[:, None].to(tl.int64) * token_stride, mask=seen, other=0.0)
+        added = tl.sum(grad * value.to(tl.float32), axis=0)
+        tl.store(grad_weight + part + channel + tap, added, mask=column_inside)
+
+
+@triton.jit
+def _input_gradient_kernel(
+    weight,
+    starts,
+    inner,
+    grad_x,
+    tokens,
+    heads,
+    token_stride,
+    row_stride,
     head_stride: tl.constexpr,
     channels: tl.constexpr,
     first: tl.constexpr,
@@ -99,36 +145,21 @@ def _backward_kernel(
     head, row = tl.program_id(1) // blocks, tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
     column = (tl.program_id(1) % blocks) * block_columns + tl.arange(0, block_columns)
-    inside, column_inside = token < tokens, column < width
-    source = x + row * row_stride + head * head_stride + first + column
-    channel = (head * channels + first + column) * taps
+    column_inside = column < width
+    taps_of_channels = weight + (head * channels + first + column) * taps
     total = tl.zeros([block_tokens, block_columns], dtype=tl.float32)
     for ahead in tl.static_range(taps):  # the token `ahead` positions later sees this one by tap `taps - 1 - ahead`
         later = token + ahead
-        there = later < tokens
-        start = tl.zeros([block_tokens], dtype=tl.int32)
+        sees = later < tokens
         if packed:
-            start = tl.load(starts + later, mask=there, other=0)
-        sees = there & (start <= token)
-        start = tl.where(sees, start, later + 1)
-        before = _taps(source, weight + channel, later, start, column_inside, token_stride, taps)
+            sees = sees & (tl.load(starts + later, mask=sees, other=0) <= token)
         index = ((row * tokens + later) * heads + head)[:, None] * width + column[None, :]
-        grad = tl.load(grad_y + index, mask=sees[:, None] & column_inside[None, :], other=0.0).to(tl.float32)
-        gate = tl.sigmoid(before)
-        grad *= gate * (1.0 + before * (1.0 - gate))
-        factor = tl.load(weight + channel + (taps - 1 - ahead), mask=column_inside, other=0.0).to(tl.float32)
+        grad = tl.load(inner + index, mask=sees[:, None] & column_inside[None, :], other=0.0).to(tl.float32)
+        factor = tl.load(taps_of_channels + (taps - 1 - ahead), mask=column_inside, other=0.0).to(tl.float32)
         total += grad * factor[None, :]
-        if ahead == 0:
-            part = (row * tl.num_programs(0) + tl.program_id(0)) * heads * channels * taps
-            for tap in tl.static_range(taps):
-                earlier = token - (taps - 1) + tap
-                seen = (earlier >= start)[:, None] & column_inside[None, :]
-                value = tl.load(source[None, :] + earlier[:, None].to(tl.int64) * token_stride, mask=seen, other=0.0)
-                added = tl.sum(grad * value.to(tl.float32), axis=0)
-                tl.store(grad_weight + part + channel + tap, added, mask=column_inside)
-    target = grad_x + row * grad_row_stride + head * head_stride + first + column
-    target = target[None, :] + token[:, None].to(tl.int64) * grad_token_stride
-    tl.store(target, total.to(grad_x.dtype.element_ty), mask=inside[:, None] & column_inside[None, :])
+    target = grad_x + row * row_stride + head * head_stride + first + column
+    target = target[None, :] + token[:, None].to(tl.int64) * token_stride
+    tl.store(target, total.to(grad_x.dtype.element_ty), mask=(token < tokens)[:, None] & column_inside[None, :])
 
 
 @triton.jit
@@ -160,8 +191,8 @@ def _copy_kernel(
         tl.store(in_rows, tl.load(in_part, mask=inside), mask=inside)
 
 
-def _blocks(width: int, most: int) -> dict[str, int]:
-    columns = min(most, triton.next_power_of_2(width))
+def _blocks(width: int) -> dict[str, int]:
+    columns = min(128, triton.next_power_of_2(width))
     return {"block_tokens": _ELEMENTS // columns, "block_columns": columns, "num_warps": 4}
 
 
@@ -184,7 +215,7 @@ def _ranges(widths: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def _copy(rows: Tensor, part: Tensor, first: int, from_rows: bool) -> None:
     """Between columns of the rows, [s, b, heads, W], and a contiguous [b, s, heads, width]."""
     width = part.shape[-1]
-    blocks = _blocks(width, 128)
+    blocks = _blocks(width)
     _copy_kernel[_grid(rows, width, blocks)](
         *(rows, part, rows.shape[0], rows.shape[2], rows.stride(0), rows.stride(1)),
         head_stride=rows.stride(2),
@@ -206,7 +237,7 @@ class _ConvolvedHeads(torch.autograd.Function):
             if index >= _CONVOLVED:
                 _copy(rows, part, first, from_rows=True)
                 continue
-            blocks = _blocks(width, 128)
+            blocks = _blocks(width)
             _forward_kernel[_grid(rows, width, blocks)](
                 *(rows, weight, starts if starts is not None else weight, part, tokens, heads),
                 *(rows.stride(0), rows.stride(1)),
@@ -228,25 +259,34 @@ class _ConvolvedHeads(torch.autograd.Function):
         rows, weight, starts = ctx.saved_tensors
         tokens, batch, heads = rows.shape[:3]
         grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        channels = sum(ctx.widths[:_CONVOLVED])
-        blocks = _blocks(max(ctx.widths[:_CONVOLVED]), 64)
+        blocks = _blocks(max(ctx.widths[:_CONVOLVED]))
         programs = triton.cdiv(tokens, blocks["block_tokens"]) * batch
         grad_weight = torch.empty(programs, *weight.shape, dtype=torch.float32, device=rows.device)
+        positions = starts if starts is not None else weight
         for index, (first, width) in enumerate(_ranges(ctx.widths)):
             grad_part = grad_parts[index].contiguous()
             if index >= _CONVOLVED:
                 _copy(grad_rows, grad_part, first, from_rows=False)
                 continue
-            _backward_kernel[_grid(rows, width, blocks)](
-                *(rows, weight, starts if starts is not None else weight, grad_part, grad_rows, grad_weight),
-                *(tokens, heads, rows.stride(0), rows.stride(1), grad_rows.stride(0), grad_rows.stride(1)),
-                head_stride=rows.stride(2),
-                channels=channels,
-                first=first,
-                width=width,
-                taps=weight.shape[1],
-                packed=starts is not None,
+            shape: dict[str, Any] = {
+                "channels": sum(ctx.widths[:_CONVOLVED]),
+                "first": first,
+                "width": width,
+                "taps": weight.shape[1],
+                "packed": starts is not None,
                 **blocks,
+            }
+            inner, grid = torch.empty_like(grad_part), _grid(rows, width, blocks)
+            _inner_gradient_kernel[grid](
+                *(rows, weight, positions, grad_part, inner, grad_weight, tokens, heads),
+                *(rows.stride(0), rows.stride(1)),
+                head_stride=rows.stride(2),
+                **shape,
+            )
+            _input_gradient_kernel[grid](
+                *(weight, positions, inner, grad_rows, tokens, heads, grad_rows.stride(0), grad_rows.stride(1)),
+                head_stride=grad_rows.stride(2),
+                **shape,
             )
         return grad_rows, grad_weight.sum(dim=0).to(weight.dtype), None, None
 
