@@ -27,6 +27,7 @@ from megatron_wrap.errors import CheckpointError, special_file
 from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.platform.megatron_core import restricted_pickle
 from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.stored_tensor import read_into
 from megatron_wrap.platform.megatron_core.versions import unexpected
 
 COMMON = "common.pt"
@@ -84,7 +85,8 @@ class RestrictedReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """Read the parts of files in the order of their positions, each once, through `read_by`.
+        """Read the parts of files in the order of their positions, each once, through `read_by`; into the tensors that
+        request them, where they are on the CPU and a part is all of one of them.
 
         Raises:
             CheckpointError: an object in a file refers to a class that checkpoints do not contain, or `read_by` refuses
@@ -96,33 +98,49 @@ class RestrictedReader(FileSystemReader):
             info = self.storage_data[item.storage_index]
             items.setdefault((info.relative_path, info.offset, info.length), []).append(item)
 
-        def read(part: FilePart) -> Any:
-            return self._read_part(items[part][0])
-
         parts = sorted(items)
+        targets = {part: _target_on_cpu(planner, items[part]) for part in parts}
+
+        def read(part: FilePart) -> Any:
+            return self._read_part(items[part][0], targets[part])
+
         contents = ((part, read(part)) for part in parts) if reading is None else reading.ahead(parts, read)
         for part, content in contents:
             for item in items[part]:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(content))
+                elif content is targets[part]:
+                    planner.commit_tensor(item, content)
                 else:
                     _take(planner, item, content)
         finished: Future[None] = Future()
         finished.set_result(None)
         return finished
 
-    def _read_part(self, item: Any) -> Any:
-        """What a file has for an item: a tensor on the CPU, or an object as the bytes of a pickle of this process, read
-        with weights_only and written again."""
+    def _read_part(self, item: Any, target: torch.Tensor | None) -> Any:
+        """What a file has for an item: `target`, if it could be read into it, else a new tensor on the CPU; or an
+        object as the bytes of a pickle of this process, read with weights_only and written again."""
         info = self.storage_data[item.storage_index]
         file = Path(self.path) / info.relative_path
         with restricted_pickle.refusing(file), file.open("rb") as opened:
+            saved = self._slice_file(opened, info)
+            if target is not None and read_into(target, opened, saved, info.offset, info.length):
+                return target
             content = restricted_pickle.torch_load(self._slice_file(opened, info))
         if item.type != LoadItemType.BYTE_IO:
             return content
         written = io.BytesIO()
         torch.save(content, written)
         return written.getvalue()
+
+
+def _target_on_cpu(planner: Any, items: Sequence[Any]) -> torch.Tensor | None:
+    """The memory for what the only item of a part requests, if it is on the CPU and contiguous."""
+    item, *others = items
+    if others or item.type == LoadItemType.BYTE_IO or planner.lookup_tensor(item.dest_index).device.type != "cpu":
+        return None
+    target = planner.resolve_tensor(item).detach()
+    return target if type(target) is torch.Tensor and target.is_contiguous() and target.numel() > 0 else None
 
 
 def _take(planner: Any, item: Any, tensor: Any) -> None:

@@ -23,16 +23,17 @@ class RefusedName(pickle.UnpicklingError):
     """A pickle refers to a class or function that its format does not have."""
 
 
-def load(file: IO[bytes], names: Callable[[str, str], Any]) -> Any:
+def load(file: IO[bytes], names: Callable[[str, str], Any], persistent: Callable[[Any], Any] | None = None) -> Any:
     """The object in a pickle.
 
     Args:
         names: returns the class or function for (module, name); None if the format does not have it.
+        persistent: returns the object for a persistent id; None: the format does not have them.
 
     Raises:
         RefusedName: the pickle refers to another one, nothing of which was called; or it changes a class.
     """
-    unpickler = _Unpickler(file, names)
+    unpickler = _Unpickler(file, names, persistent)
     try:
         content = unpickler.load()
     finally:
@@ -133,9 +134,11 @@ class _Unpickler(pickle.Unpickler):
     """Permits some names. A pickle can set attributes of whatever it refers to, so functions are passed as an object
     that has none, and those of classes are compared after the load."""
 
-    def __init__(self, file: IO[bytes], names: Callable[[str, str], Any]) -> None:
+    def __init__(
+        self, file: IO[bytes], names: Callable[[str, str], Any], persistent: Callable[[Any], Any] | None
+    ) -> None:
         super().__init__(file)
-        self._names = names
+        self._names, self._persistent = names, persistent
         self._before: list[tuple[Any, dict[str, Any]]] = []
 
     def find_class(self, module: str, name: str) -> Any:
@@ -148,6 +151,11 @@ class _Unpickler(pickle.Unpickler):
             members = list(allowed) if issubclass(allowed, enum.Enum) else []
             self._before += [(owner, dict(vars(owner))) for owner in (allowed, *members)]
         return allowed
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise RefusedName(f"it refers to {pid!r} outside of itself")
+        return self._persistent(pid)
 
     def undo_changes(self) -> str | None:
         """Restore the attributes of the classes; returns the first class that had changed, None if none had."""

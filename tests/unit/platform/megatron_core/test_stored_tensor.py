@@ -1,0 +1,113 @@
+"""Tensors that torch.save wrote are read into existing memory as torch.load reads them, or left to torch.load."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_wrap.platform.megatron_core.stored_tensor import _DTYPES, read_into
+
+BEFORE = b"another tensor"
+"""Of the same file."""
+
+
+def read(folder: Path, content: bytes, target: torch.Tensor, behind: bytes = b"behind") -> bool:
+    file = folder / "__0_0.distcp"
+    file.write_bytes(BEFORE + content + behind)
+    with file.open("rb") as opened:
+        return read_into(target, opened, io.BytesIO(content), len(BEFORE), len(content))
+
+
+def saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def values(dtype: torch.dtype, *size: int) -> torch.Tensor:
+    return torch.randint(0, 2 if dtype == torch.bool else 100, size).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=str)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda dtype: values(dtype, 5, 4),
+        lambda dtype: values(dtype, 5, 4)[2:],
+        lambda dtype: values(dtype, 6)[4],
+        lambda dtype: values(dtype, 3, 1, 2).transpose(0, 1),  # in row-major order, too
+    ],
+    ids=["whole", "rows", "number", "transposed"],
+)
+def test_tensors_in_row_major_order(view: Callable[[torch.dtype], torch.Tensor], dtype: torch.dtype, tmp_path: Path):
+    tensor = view(dtype)
+    target = torch.zeros(tensor.size(), dtype=dtype)
+    assert read(tmp_path, saved(tensor), target)
+    torch.testing.assert_close(target, torch.load(io.BytesIO(saved(tensor)), weights_only=True), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, 3).T,
+        torch.ones(3, 3)[:, :2],
+        torch.ones(1, 2).expand(3, 2),
+        torch.ones(2, 3),
+        torch.ones(3, 2, dtype=torch.float64),
+        torch.ones(3, 2, dtype=torch.int32),
+        torch.ones(3, 2).to(torch.float8_e4m3fn),
+        torch.nn.Parameter(torch.ones(3, 2)),
+        [torch.ones(3, 2)],
+        {"weight": 1},
+    ],
+    ids=["columns", "part", "expanded", "shape", "float64", "int32", "float8", "parameter", "list", "object"],
+)
+def test_other_content_is_left_to_torch(value: Any, tmp_path: Path):
+    target = torch.full((3, 2), 7.0)
+    assert not read(tmp_path, saved(value), target)
+    assert target.eq(7).all()
+
+
+class Call:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.reduced = (function, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
+
+
+def test_damaged_and_hostile_files_are_left_to_torch(tmp_path: Path):
+    content, target = saved(torch.ones(3, 2)), torch.full((3, 2), 7.0)
+    assert not read(tmp_path, b"", target)
+    assert not read(tmp_path, content[:-60], target)
+    assert not read(tmp_path, content[100:], target)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    pickled = next(name for name in records if name.endswith("data.pkl"))
+    few = records[pickled].replace(b"K\x06tq", b"K\x05tq", 1)  # the storage has five elements
+    assert few != records[pickled]
+    marker = tmp_path / "marker"
+    for changed in (few, pickle.dumps(Call(Path.touch, marker)), b"garbage", pickle.dumps(torch.float32)):
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w") as archive:
+            for name, record in records.items():
+                archive.writestr(name, changed if name == pickled else record)
+        assert not read(tmp_path, stream.getvalue(), target)
+    assert not marker.exists()
+    assert target.eq(7).all()
+
+
+def test_a_file_that_ends_early_is_not_read(tmp_path: Path):
+    file, content = tmp_path / "__0_0.distcp", saved(torch.ones(300, 200))
+    file.write_bytes(content[: len(content) // 2])
+    with file.open("rb") as opened:  # shorter since it was opened
+        assert not read_into(torch.zeros(300, 200), opened, io.BytesIO(content), 0, len(content))
