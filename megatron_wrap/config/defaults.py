@@ -19,6 +19,13 @@ from megatron_wrap.platform.base.machine import Machine
 
 OPTIMIZER_KEYS = ("optimizer.use_distributed_optimizer",)
 OVERLAP_KEYS = ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather")
+HIDDEN_COMMUNICATION = "parallel.tp_comm_overlap"
+_HIDING_ELEMENTS = 2**24
+"""Tokens of a micro-batch times the hidden size, for each tensor-parallel process, from which torch's layers overlap
+communication with their products: the smallest size that was measured to gain by it, 54,887 tokens/s per GPU beside
+53,308 (two H100s, 2026-11-25; `scripts/benchmark/gpu_two.sh`, 1.5B Llama, TP 2, 4 x 4,096 tokens, hidden size 2,048,
+bf16; each share was sent whole). The halves of a share's output are products of 4,096 rows and 2,048 columns, two waves
+of the tiles of 256 x 128 that 132 multiprocessors compute at once; smaller ones would leave more of these idle."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable: number of hardware queues of a GPU."""
 TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM = (2, 18)
@@ -70,6 +77,8 @@ def choices(
     if config.ddp.ddp_bucket_size is None and is_overlapped:
         size = max(40_000_000, 1_000_000 * shards)  # distributed_data_parallel.py
         chosen.append(Choice("ddp.ddp_bucket_size", size, f"Megatron-Core's rule for {shards} processes"))
+    if config.parallel.tensor_model_parallel_size > 1:
+        chosen.append(_choose(HIDDEN_COMMUNICATION, saved, *_hidden_communication(config, machine)))
     return tuple(choice for choice in chosen if config.value(choice.key) is None)
 
 
@@ -236,6 +245,27 @@ def _overlapped_reduce(config: RunConfig, machine: Machine, shards: int) -> tupl
         # param_and_grad_buffer.py, finish_grad_sync
         return False, "it fails for parameters without a gradient, which your provider may have", False
     return True, f"gradients of {shards} processes are reduced during the backward pass", False
+
+
+def _hidden_communication(config: RunConfig, machine: Machine) -> tuple[bool, str, bool]:
+    """Value, reason, and whether another value would be refused."""
+    parallel, train = config.parallel, config.train
+    if not derived.sequence_parallel(parallel):
+        return False, "it hides the communication of sequence parallelism", True
+    if config.arch.multi_latent_attention or config.adapter.adapter_type != "none":
+        return False, "latent attention and adapters have no layers with it", True
+    if machine.platform == "cpu":
+        return False, "on the CPU gloo and the products share the cores", False
+    if has_transformer_engine_layers(config, machine):
+        return False, "the user buffers of Transformer Engine's layers must be asked for", False
+    has_graphs = config.arch.upstream.get("cuda_graph_impl", "none") != "none"
+    if has_graphs or not (config.dtype.bf16 or config.dtype.fp16):
+        return False, "it was measured in half precision without CUDA graphs", False
+    tokens = train.seq_length * train.micro_batch_size // parallel.context_parallel_size
+    elements = tokens * config.arch.hidden_size // parallel.tensor_model_parallel_size
+    if elements < _HIDING_ELEMENTS:
+        return False, f"parts of products of {tokens:,} tokens may be slower than the communication", False
+    return True, f"products of {tokens:,} tokens hide the communication of sequence parallelism", False
 
 
 def _overlapped_gather(

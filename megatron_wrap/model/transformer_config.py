@@ -136,9 +136,12 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
 
 
 def _hides_communication(config: RunConfig, training: bool, transformer_engine: bool) -> bool:
-    """`tp_comm_overlap` where it has an effect; user buffers belong to the trained model."""
+    """`tp_comm_overlap` where it has an effect, and true; user buffers belong to the trained model. Another model than
+    the trained one, for which the value was chosen, may have latent attention."""
     parallel = config.parallel
-    return parallel.tp_comm_overlap and parallel.tensor_model_parallel_size > 1 and (training or not transformer_engine)
+    if parallel.tensor_model_parallel_size == 1 or config.arch.multi_latent_attention:
+        return False
+    return bool(parallel.tp_comm_overlap) and (training or not transformer_engine)
 
 
 def _config_class(arch: ArchConfig) -> type[TransformerConfig]:

@@ -143,53 +143,84 @@ def gathering(share: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     return wait
 
 
-def gather_product(share: Tensor, matrix: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def scattering(rows: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to sum `rows` (same shape on each rank) over the ranks, each of which gets its share along the first
+    dimension; call the result to wait for it. Without autograd."""
+    rows = rows.contiguous()
+    share = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
+    work = dist.reduce_scatter_tensor(share, rows, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return share
+
+    return wait
+
+
+def gather_product(
+    share: Tensor, matrix: Tensor, group: ProcessGroup, meanwhile: Callable[[slice], object] | None = None
+) -> tuple[Tensor, Tensor]:
     """The ranks' shares, gathered along the first dimension, and their product with a matrix. The rank's own share is
     multiplied while the others arrive.
 
     Args:
         share: [S / ranks, ..., K], the same shape on each rank.
         matrix: [K, N], of this rank.
+        meanwhile: called with the rows of the own share after its product, before the wait for the others.
 
     Returns:
         [S, ..., K] and [S, ..., N]; without autograd.
     """
     wait = gathering(share, group)
-    rows, rank = share.shape[0], group.rank()
-    products = share.new_empty((group.size() * rows, *share.shape[1:-1], matrix.shape[1]))
-    local = slice(rank * rows, (rank + 1) * rows)
-    torch.mm(share.flatten(0, -2), matrix, out=products[local].flatten(0, -2))
+    products = share.new_empty((group.size() * share.shape[0], *share.shape[1:-1], matrix.shape[1]))
+    own, *others = rows_of_shares(share.shape[0], group)
+    torch.mm(share.flatten(0, -2), matrix, out=products[own].flatten(0, -2))
+    if meanwhile is not None:
+        meanwhile(own)
     gathered = wait()
-    for others in (slice(0, local.start), slice(local.stop, None)):
-        if len(gathered[others]):
-            torch.mm(gathered[others].flatten(0, -2), matrix, out=products[others].flatten(0, -2))
+    for rows in others:
+        torch.mm(gathered[rows].flatten(0, -2), matrix, out=products[rows].flatten(0, -2))
     return gathered, products
 
 
-def product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup) -> Tensor:
-    """A rank's share along the first dimension of the sum over ranks of their products. Each rank's share is sent while
-    the next one is computed; the rank's own is computed last.
+def rows_of_shares(length: int, group: ProcessGroup) -> list[slice]:
+    """Where the rank's own share of this length is in what `gathering` returns; then the rows before and after it,
+    where there are any."""
+    start, stop, end = (length * number for number in (group.rank(), group.rank() + 1, group.size()))
+    return [slice(start, stop), *(slice(*ends) for ends in ((0, start), (stop, end)) if ends[0] < ends[1])]
+
+
+def product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup, parts: int = 2) -> Tensor:
+    """A rank's share along the first dimension of the sum over ranks of their products. Parts of the others' shares are
+    sent while the next one is computed; those of the rank's own share are computed last, each within the product added
+    to what has arrived for it, while the next ones arrive.
 
     Args:
         rows: [S, ..., K], of this rank; the ranks divide S.
         matrix: [K, N], of this rank.
+        parts: of each share. With one, nothing overlaps with the last transfer.
 
     Returns:
         [S / ranks, ..., N]; without autograd.
     """
     size, rank = group.size(), group.rank()
-    chunks, parts = rows.contiguous().chunk(size), dict[int, Tensor]()
-    transfers: list[tuple[Callable[[], None], Tensor]] = []  # each with what it sends, which it needs until its end
-    for offset in range(1, size):
-        sent = chunks[(rank + offset) % size] @ matrix
-        received = parts[(rank - offset) % size] = torch.empty_like(sent)
-        transfers.append((_start_transfer(sent, received, group, offset), sent))
-    parts[rank] = chunks[rank] @ matrix
-    for finish, _ in transfers:
-        finish()
-    if size == 2:
-        return parts[0] + parts[1]
-    return torch.stack([parts[source] for source in range(size)]).sum(0)
+    shares = [share.chunk(parts) for share in rows.contiguous().chunk(size)]
+    shape = (rows.shape[0] // size, *rows.shape[1:-1], matrix.shape[1])
+    received = [rows.new_empty(shape) for _ in range(1, size)]
+    arriving = list(zip(*(tensor.chunk(parts) for tensor in received), strict=True))
+    transfers: list[list[tuple[Callable[[], None], Tensor]]] = []  # with what they send, which they need until they end
+    for part, places in enumerate(arriving):
+        transfers.append([])
+        for offset, place in enumerate(places, start=1):
+            sent = shares[(rank + offset) % size][part] @ matrix
+            transfers[-1].append((_start_transfer(sent, place, group, offset), sent))
+    for own, (total, *others), started in zip(shares[rank], arriving, transfers, strict=True):
+        for finish, _ in started:
+            finish()
+        for other in others:
+            total += other
+        total.flatten(0, -2).addmm_(own.flatten(0, -2), matrix)
+    return received[0]
 
 
 def broadcast(tensor: Tensor, source_rank: int) -> None:

@@ -13,9 +13,13 @@ ARCH = "megatron_lm.model.arch."
 EXPERTS = (f"{ARCH}num_experts=4", f"{ARCH}moe_ffn_hidden_size=32", f"{ARCH}moe_shared_expert_intermediate_size=32")
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-6), ("bfloat16", 1e-2)])
-def test_layers_compute_what_those_of_megatron_core_compute(dtype, limit, ranks):
-    for differences in ranks(2).run(runs.compare_layers, "cpu", dtype):
+@pytest.mark.parametrize(
+    ("processes", "dtype", "accumulates", "limit"),
+    [(2, "float32", False, 1e-6), (2, "float32", True, 1e-6), (2, "bfloat16", False, 1e-2), (4, "float32", True, 1e-6)],
+)
+def test_layers_compute_what_those_of_megatron_core_compute(processes, dtype, accumulates, limit, ranks):
+    """With four ranks a share has an odd number of tokens."""
+    for differences in ranks(processes).run(runs.compare_layers, "cpu", dtype, accumulates):
         assert max(differences.values()) <= limit, differences
 
 

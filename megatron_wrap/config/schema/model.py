@@ -253,10 +253,11 @@ class ParallelConfig:
     """Tensor-parallel size inside experts; null: tensor_model_parallel_size."""
     sequence_parallel: bool | None = None
     """Split norms and dropouts over the sequence among the tensor-parallel processes; null: on if TP > 1."""
-    tp_comm_overlap: bool = False
+    tp_comm_overlap: bool | None = None
     """Overlap the communication of tensor and sequence parallelism with the products of linear layers. Transformer
     Engine's layers: user buffers, for samples of a fixed length (UB_SKIPMC=1 in the environment: without multicast).
-    torch's layers: the product with the own share while the others arrive. No effect without tensor parallelism."""
+    torch's layers: the product with the own share while the others arrive. No effect without tensor parallelism. null:
+    on for torch's layers on GPUs, in half precision, for micro-batches that are large enough."""
     num_layers_per_virtual_pipeline_stage: int | None = key(None, at_least=1)
     """Layers in each model chunk of an interleaved pipeline (VPP); null: one chunk a stage."""
     virtual_pipeline_model_parallel_size: int | None = key(None, at_least=1)

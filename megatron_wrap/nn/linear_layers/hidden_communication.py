@@ -1,6 +1,7 @@
 """Linear layers of tensor and sequence parallelism whose communication overlaps with their own products: the input is
-multiplied piece by piece as it arrives, and the output sent piece by piece (arXiv:2105.05720, section 2). Names,
-weights and checkpoints are those of Megatron-Core's layers, of which these are subclasses. This module imports
+multiplied piece by piece as it arrives, and the output sent piece by piece (arXiv:2105.05720, section 2). A transfer is
+queued before the product that hides it, because GPUs begin kernels in that order (`CUDA_DEVICE_MAX_CONNECTIONS`).
+Names, weights and checkpoints are those of Megatron-Core's layers, of which these are subclasses. This module imports
 Megatron-Core, so call `Platform.install` first."""
 
 from __future__ import annotations
@@ -12,7 +13,19 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
-from megatron_wrap.parallel.collectives import gather_product, gathering, product_scatter
+from megatron_wrap.parallel.collectives import (
+    gather_product,
+    gathering,
+    product_scatter,
+    rows_of_shares,
+    scattering,
+)
+
+_HIDING_COLUMNS = 3000
+"""Columns of a row-parallel weight, for each other rank, from which the input's gradient of the own share takes longer
+than the gathering of the others' shares. With s tokens in a share and outputs of h elements, the product with k columns
+has 2 s h k FLOPs and each other share 2 s h bytes: at 600 TFLOP/s and the 190 GB/s at which 32 MiB of another H100 were
+gathered (2026-11-25), k is 3,150."""
 
 
 class GatheringColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
@@ -40,7 +53,8 @@ class ScatteringRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
 class _GatheredProduct(torch.autograd.Function):
     """[S / tp, B, in] times weight^T [in, out / tp]: [S, B, out / tp]. The backward pass gathers the input again, while
-    it multiplies with the weight, instead of keeping tp times as much."""
+    it multiplies with the weight, instead of keeping tp times as much, and scatters the input's gradient while it
+    computes the weight's, as Megatron-Core's layer."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, weight: Tensor, accumulates: bool, group: Any) -> Tensor:
@@ -53,10 +67,14 @@ class _GatheredProduct(torch.autograd.Function):
         share, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
         for_share, for_weight = ctx.needs_input_grad[:2]
-        inputs = gathering(share, ctx.group) if for_weight else None
-        of_share = product_scatter(grad, weight, ctx.group) if for_share else None
-        of_weight = None if inputs is None else _weight_gradient(inputs(), grad, weight, ctx.accumulates)
-        return of_share, of_weight, None, None
+        if not for_weight:
+            return product_scatter(grad, weight, ctx.group) if for_share else None, None, None, None
+        inputs = gathering(share, ctx.group)
+        product = grad @ weight if for_share else None
+        whole = inputs()
+        of_share = None if product is None else scattering(product, ctx.group)
+        of_weight = _weight_gradient(whole, grad, weight, ctx.accumulates)
+        return None if of_share is None else of_share(), of_weight, None, None
 
 
 class _ScatteredProduct(torch.autograd.Function):
@@ -71,18 +89,39 @@ class _ScatteredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         inputs, weight = ctx.saved_tensors
-        grad, of_inputs = gather_product(grads[0].contiguous(), weight, ctx.group)
-        of_weight = _weight_gradient(inputs, grad, weight, ctx.accumulates) if ctx.needs_input_grad[1] else None
-        return of_inputs, of_weight, None, None
+        share, group = grads[0].contiguous(), ctx.group
+        main_grad = _main_grad(weight, ctx.accumulates) if ctx.needs_input_grad[1] else None
+        if main_grad is None or weight.shape[1] >= _HIDING_COLUMNS * (group.size() - 1):
+            grad, of_inputs = gather_product(share, weight, group)
+            of_weight = _weight_gradient(inputs, grad, weight, ctx.accumulates) if ctx.needs_input_grad[1] else None
+            return of_inputs, of_weight, None, None
+
+        def add_own(rows: slice) -> None:
+            WeightGradients.add(inputs[rows], share, main_grad)
+
+        grad, of_inputs = gather_product(share, weight, group, meanwhile=add_own)
+        for rows in rows_of_shares(share.shape[0], group)[1:]:
+            WeightGradients.add(inputs[rows], grad[rows], main_grad)
+        return of_inputs, _after_accumulation(weight), None, None
+
+
+def _main_grad(weight: Any, accumulates: bool) -> Tensor | None:
+    """Where the weight's gradient is added; None: it is returned."""
+    return getattr(weight, "main_grad", None) if accumulates else None
 
 
 def _weight_gradient(inputs: Tensor, grad: Tensor, weight: Any, accumulates: bool) -> Tensor | None:
-    """grad^T inputs [out, in], or, where it was added to `main_grad`, what Megatron-Core's layers return then
-    (tensor_parallel/layers.py): memory for the hook that counts gradients."""
-    main_grad = getattr(weight, "main_grad", None) if accumulates else None
+    """grad^T inputs [out, in], or what `_after_accumulation` returns."""
+    main_grad = _main_grad(weight, accumulates)
     if main_grad is None:
         return grad.flatten(0, -2).t() @ inputs.flatten(0, -2)
     WeightGradients.add(inputs, grad, main_grad)
+    return _after_accumulation(weight)
+
+
+def _after_accumulation(weight: Any) -> Tensor | None:
+    """What Megatron-Core's layers return for a gradient that was added to `main_grad` (tensor_parallel/layers.py):
+    memory for the hook that counts gradients."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -9,6 +9,7 @@ import pytest
 from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.defaults import (
+    HIDDEN_COMMUNICATION,
     all_choices,
     choices,
     cuda_connections,
@@ -173,6 +174,45 @@ def test_experts(
     choice = experts_choice(arch, machine, transformer_engine, fp8)
     assert (choice.key, choice.value) == ("arch.experts_impl", expected)
     assert choice.reason
+
+
+TP2 = f"{PARALLEL}.tensor_model_parallel_size=2"
+MEASURED = (
+    *(TP2, "megatron_lm.train.dtype.__select__=bf16", f"{ARCH}.transformer_impl=torch", f"{ARCH}.hidden_size=2048"),
+    *("megatron_lm.train.common.seq_length=4096", f"{ARCH}.max_position_embeddings=4096"),
+    *(f"megatron_lm.train.common.{size}_batch_size=4" for size in ("micro", "global")),
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "expected"),
+    [
+        (MEASURED, GPU, True),
+        (MEASURED, PLAIN_GPU, True),
+        (MEASURED, CPU, False),
+        ((*MEASURED, "megatron_lm.train.common.micro_batch_size=2"), GPU, False),
+        ((*MEASURED, f"{PARALLEL}.tensor_model_parallel_size=4"), GPU, False),
+        ((*MEASURED, f"{PARALLEL}.context_parallel_size=2"), GPU, False),
+        ((*MEASURED, f"{PARALLEL}.sequence_parallel=false"), GPU, False),
+        ((*MEASURED, f"{ARCH}.transformer_impl=transformer_engine"), GPU, False),
+        ((*MEASURED, "megatron_lm.train.dtype.__select__=fp32"), GPU, False),
+        ((*MEASURED, f"{PARALLEL}.tp_comm_overlap=true"), CPU, None),  # kept
+        ((*MEASURED, f"{PARALLEL}.tensor_model_parallel_size=1"), GPU, None),
+    ],
+)
+def test_communication_of_tensor_parallelism_is_hidden_from_the_measured_size_on(
+    overrides: tuple[str, ...], machine: Machine, expected: bool | None
+) -> None:
+    assert values(load(*overrides), machine, 1).get(HIDDEN_COMMUNICATION) == expected
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_resumed_run_hides_communication_as_its_checkpoint(saved: bool) -> None:
+    for further in ((), ("megatron_lm.train.common.micro_batch_size=2",)):
+        chosen = values(load(*MEASURED, *further), GPU, 1, saved={HIDDEN_COMMUNICATION: saved})
+        assert chosen[HIDDEN_COMMUNICATION] == saved
+    alone = values(load(*MEASURED, f"{PARALLEL}.sequence_parallel=false"), GPU, 1, saved={HIDDEN_COMMUNICATION: saved})
+    assert alone[HIDDEN_COMMUNICATION] is False
 
 
 def test_explain_leaves_out_what_the_yaml_gives() -> None:
