@@ -120,6 +120,8 @@ def _check_graphs(config: RunConfig) -> None:
     if not derived.captures_graphs(config.arch):
         return
     keys = [f"arch.{name}" for name in ("cuda_graph_impl", "enable_cuda_graph") if name in upstream]
+    if config.adapter.adapter_type != "none":
+        refuse(config, [*keys, "adapter.adapter_type"], "CUDA graphs call no adapters of a layer; write none here")
     if derived.varies_in_length(config):
         rule = "CUDA graphs need micro-batches of one shape; write collate_type: fixed_length without packing, or none"
         refuse(config, [*keys, "flow.flow_key"], rule)

@@ -24,12 +24,15 @@ def repair(replacements: Replacements) -> None:
     _replay_in_training_alone(graphs, replacements)
     _keep_random_states(graphs, replacements)
     _keep_saved_inputs(graphs, replacements)
+    _compare_arguments_fast(graphs, replacements)
 
 
 def _replay_in_training_alone(graphs: Any, replacements: Replacements) -> None:
     """Run the layers themselves in passes without gradients. Once captured, Megatron-Core would replay the graphs of
     training in an evaluation too, with their dropout, and raise an error for another number of rows or tokens; before,
-    it would end the recording with the first pass without gradients, and no training pass would have a graph."""
+    it would end the recording with the first pass without gradients, and no training pass would have a graph.
+
+    Also where a layer has hooks, which look at what its modules compute: a graph calls none of them."""
     from megatron.core.tensor_parallel.random import is_checkpointing
     from megatron.core.transformer.module import MegatronModule
 
@@ -38,7 +41,8 @@ def _replay_in_training_alone(graphs: Any, replacements: Replacements) -> None:
 
     @functools.wraps(captured_or_replayed)
     def call(self: Any, layer: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> Any:
-        if layer.training and (torch.is_grad_enabled() or is_checkpointing()):
+        has_gradient = torch.is_grad_enabled() or is_checkpointing()
+        if layer.training and has_gradient and not layer._forward_hooks:
             return captured_or_replayed(self, layer, args, kwargs, *more, **named)
         itself = super(MegatronModule, layer).__call__ if self.func is None else self.func
         return itself(*args, **kwargs)
@@ -80,6 +84,37 @@ def _keep_saved_inputs(graphs: Any, replacements: Replacements) -> None:
             release(self, preserve_forward_to_backward_lifetimes)
 
     replacements.set(runner, "_weakref_forward_buffers", release_after_backward)
+
+
+def _compare_arguments_fast(graphs: Any, replacements: Replacements) -> None:
+    """Compare a call's arguments with those of the capture in microseconds. Megatron-Core does it twice a call, in
+    parts of a millisecond for a layer, of which the graphs are to save a few."""
+    runner = graphs._CudaGraphRunner
+    errors = runner.get_mismatch_errors
+
+    @functools.wraps(errors)
+    def errors_of_different(self: Any, args: Any, kwargs: Any) -> list[str]:
+        positional, named = self.fwd_graph_input_arg_metas, self.fwd_graph_input_kwarg_metas
+        equal = len(args) == len(positional) and kwargs.keys() == named.keys()
+        equal = equal and all(map(_is_like, args, positional))
+        if equal and all(_is_like(value, named[name]) for name, value in kwargs.items()):
+            return []
+        return errors(self, args, kwargs)  # of other types, or different
+
+    replacements.set(runner, "get_mismatch_errors", errors_of_different)
+
+
+def _is_like(value: Any, captured: Any) -> bool:
+    """Whether an argument is of the kind that was captured, which Megatron-Core's `ArgMetadata` describes; False for
+    types that a program rarely passes."""
+    if type(value) is not captured.type:
+        return False
+    if captured.type is Tensor:
+        return (value.shape, value.dtype, value.device) == (captured.shape, captured.dtype, captured.device)
+    return captured.type in _PLAIN and value == captured.value
+
+
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def tracked_states() -> dict[str, Tensor]:

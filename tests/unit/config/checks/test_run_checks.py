@@ -491,6 +491,10 @@ PIPELINE = ["parallel.pipeline_model_parallel_size=2"]
             "transformer_engine is captured by Megatron-LM's loop; write local",
         ),
         (
+            ["arch.cuda_graph_impl=local", "flow.__select__=minimal_mock", "adapter.adapter_type=lora"],
+            "CUDA graphs call no adapters of a layer; write none here",
+        ),
+        (
             ["arch.cuda_graph_impl=local", "flow.__select__=gpt_sft", "arch.vocab_size=60"],
             "CUDA graphs need micro-batches of one shape; write collate_type: fixed_length without packing, or none",
         ),

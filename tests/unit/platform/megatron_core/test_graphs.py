@@ -103,11 +103,41 @@ def test_only_training_passes_use_graphs(monkeypatch):
         assert layer(2, factor=3) == "graph"
         with torch.no_grad():
             assert layer(2, factor=3) == 6
+        with layer.register_forward_hook(lambda module, arguments, output: output + 1):
+            assert layer(2, factor=3) == 7
+        assert layer(2, factor=3) == "graph"
         layer.eval()
         assert layer(2, factor=3) == 6
         layer.manager.func = lambda x, factor: x + factor  # a graph of a part of a layer
         assert layer(2, factor=3) == 5
     assert Layer()(2, factor=3) == "graph"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((torch.zeros(2, 3),), {"mask": None, "number": 2}),
+        ((torch.ones(2, 3),), {"number": 2, "mask": None}),
+        ((torch.zeros(2, 4),), {"mask": None, "number": 2}),
+        ((torch.zeros(2, 3, dtype=torch.int),), {"mask": None, "number": 2}),
+        ((torch.zeros(2, 3),), {"mask": torch.zeros(1), "number": 2}),
+        ((torch.zeros(2, 3),), {"mask": None, "number": 3}),
+        ((torch.zeros(2, 3),), {"mask": None, "number": 2.0}),
+        ((torch.zeros(2, 3),), {"mask": None}),
+        ((torch.zeros(2, 3),), {"mask": None, "number": 2, "more": 1}),
+        ((), {"mask": None, "number": 2}),
+    ],
+)
+def test_arguments_are_compared_as_in_megatron_core(args, kwargs):
+    runner = cuda_graphs._CudaGraphRunner.__new__(cuda_graphs._CudaGraphRunner)
+    torch.nn.Module.__init__(runner)
+    runner.fwd_graph_input_arg_metas = [cuda_graphs.ArgMetadata(torch.zeros(2, 3))]
+    captured = {"mask": None, "number": 2}
+    runner.fwd_graph_input_kwarg_metas = {name: cuda_graphs.ArgMetadata(value) for name, value in captured.items()}
+    expected = runner.get_mismatch_errors(args, kwargs)
+    with Replacements() as replacements:
+        graphs.repair(replacements)
+        assert runner.get_mismatch_errors(args, kwargs) == expected
 
 
 def test_graphs_end_with_their_model(monkeypatch):
