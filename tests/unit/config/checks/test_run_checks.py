@@ -27,6 +27,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 Write = Callable[..., str]
 LM = {
+    "adapter": "megatron_wrap.adapter",
     "arch": "megatron_lm.model.arch",
     "parallel": "megatron_lm.model.parallel",
     "train": "megatron_lm.train.common",
