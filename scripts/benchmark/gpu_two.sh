@@ -20,7 +20,7 @@ arch=megatron_lm.model.arch parallel=megatron_lm.model.parallel common=megatron_
 step=$common.global_batch_size micro=$common.micro_batch_size
 tp=$parallel.tensor_model_parallel_size pp=$parallel.pipeline_model_parallel_size cp=$parallel.context_parallel_size
 ep=$parallel.expert_model_parallel_size virtual=$parallel.virtual_pipeline_model_parallel_size even=$parallel.pipeline_split=even
-torch=$arch.transformer_impl=torch hidden=$parallel.tp_comm_overlap=true graphs=$arch.cuda_graph_impl=local
+torch=$arch.transformer_impl=torch hidden=$parallel.tp_comm_overlap=true plain=$parallel.tp_comm_overlap=false graphs=$arch.cuda_graph_impl=local
 linear=megatron_wrap.model_provider.linear_cross_entropy=true
 if [ "$size" = 1b ]; then
   limit=${LIMIT:-540} seconds=45 platform=(--standby)
@@ -62,10 +62,11 @@ everything() {
   task dp $dense $step=32 $micro=4 "${flags[@]}" --variant "ours-torch: $torch"
   # Tensor and sequence parallelism
   bare "$fused"
-  task tp $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --variant "ours-torch: $torch"
+  task tp $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --variant "ours-torch: $torch" \
+    --variant "ours-torch-plain: $torch $plain"
   bare "$fused$buffers"
   task tp-overlap $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --only-variants \
-    --variant "ours-torch-overlap: $torch $hidden" --variant "ours-user-buffers: $engine $hidden"
+    --variant "ours-user-buffers: $engine $hidden"
   # Pipeline stages: 8 and 16 micro-batches, one and two chunks a stage, layers by cost and even
   for count in 8 16; do
     many=(); [ $count = 8 ] || many=("${long[@]}")
@@ -130,13 +131,14 @@ second() {
     task cp-one-$length "${sizes[@]}" --devices 1 $step=$((tokens / length / 2)) "${alone[@]}" --variant "ours-torch: $torch"
     bare "$fused,overlapped communication"; [ "$size" = 1b ] || flags=("${alone[@]}")
     task cp-$length "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${flags[@]}" --variant "ours-torch: $torch" \
-      --variant "ours-torch-p2p: $torch $parallel.cp_comm_type=p2p" \
+      --variant "ours-torch-all_gather: $torch $parallel.cp_comm_type=all_gather" \
       --variant "ours-torch-a2a: $torch $parallel.cp_comm_type=a2a" --variant "ours-a2a: $parallel.cp_comm_type=a2a"
   done
   task tp $dense $step=16 $micro=4 $tp=2 "${alone[@]}" "${slow[@]}" --variant "ours-torch: $torch" \
     --variant "ours-profile: $profiled" --variant "ours-torch-profile: $torch $profiled" \
+    --variant "ours-torch-plain: $torch $plain"
+  task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch" \
     --variant "ours-torch-overlap: $torch $hidden"
-  task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch"
   [ "$size" = tiny ] || task graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
     --variant "ours-torch-graphs: $torch $graphs"
   bare "$fused"
