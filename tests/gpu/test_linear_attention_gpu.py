@@ -78,7 +78,7 @@ def test_the_convolution(name, dtype, bound):
     for device, chosen in (("cuda", dtype), ("cpu", torch.float64)):
         inputs = [tensor.to(device, chosen).requires_grad_() for tensor in (rows, weight)]
         parts = kernels.convolved_heads(*inputs, widths, packed(lengths))
-        factors = [torch.linspace(-1, 1, part.numel()).view(part.shape).to(device, chosen) for part in parts]
+        factors = [torch.linspace(-1, 1, part.numel()).view(part.shape).to(dtype).to(device, chosen) for part in parts]
         total = sum((part * factor).float().sum() for part, factor in zip(parts, factors, strict=True))
         results.append([*parts, *torch.autograd.grad(total, inputs)])
     for actual, expected in zip(*results, strict=True):

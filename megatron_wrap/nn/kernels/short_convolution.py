@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ELEMENTS = 2048
-"""Of a block of tokens and channels: few enough for registers."""
+_ELEMENTS, _COLUMNS = 4096, 64
+"""Of a block of tokens and channels. Each block of tokens writes its part of the weight's gradient."""
 _CONVOLVED = 3
 """Parts with a convolution: queries, keys, values."""
 
@@ -63,7 +63,7 @@ def _forward_kernel(
     start = tl.zeros([block_tokens], dtype=tl.int32)
     if packed:
         start = tl.load(starts + token, mask=inside, other=0)
-    start = tl.where(inside, start, tokens)  # tokens after the row see nothing
+    start = tl.where(inside, start, token + 1)  # tokens after the row see nothing
     source = x + row * row_stride + head * head_stride + first + column
     total = _taps(
         source, weight + (head * channels + first + column) * taps, token, start, column_inside, token_stride, taps
@@ -103,7 +103,7 @@ def _inner_gradient_kernel(
     start = tl.zeros([block_tokens], dtype=tl.int32)
     if packed:
         start = tl.load(starts + token, mask=inside, other=0)
-    start = tl.where(inside, start, tokens)
+    start = tl.where(inside, start, token + 1)
     source = x + row * row_stride + head * head_stride + first + column
     channel = (head * channels + first + column) * taps
     before = _taps(source, weight + channel, token, start, column_inside, token_stride, taps)
@@ -113,13 +113,13 @@ def _inner_gradient_kernel(
     gate = tl.sigmoid(before)
     grad *= gate * (1.0 + before * (1.0 - gate))
     tl.store(inner + index, grad.to(inner.dtype.element_ty), mask=both)
-    part = (row * tl.num_programs(0) + tl.program_id(0)) * heads * channels * taps
+    part = grad_weight + (row * tl.num_programs(0) + tl.program_id(0)) * taps * heads * channels
     for tap in tl.static_range(taps):
         earlier = token - (taps - 1) + tap
         seen = (earlier >= start)[:, None] & column_inside[None, :]
         value = tl.load(source[None, :] + earlier[:, None].to(tl.int64) * token_stride, mask=seen, other=0.0)
         added = tl.sum(grad * value.to(tl.float32), axis=0)
-        tl.store(grad_weight + part + channel + tap, added, mask=column_inside)
+        tl.store(part + (tap * heads + head) * channels + first + column, added, mask=column_inside)
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def _copy_kernel(
 
 
 def _blocks(width: int) -> dict[str, int]:
-    columns = min(128, triton.next_power_of_2(width))
+    columns = min(_COLUMNS, triton.next_power_of_2(width))
     return {"block_tokens": _ELEMENTS // columns, "block_columns": columns, "num_warps": 4}
 
 
@@ -261,7 +261,7 @@ class _ConvolvedHeads(torch.autograd.Function):
         grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         blocks = _blocks(max(ctx.widths[:_CONVOLVED]))
         programs = triton.cdiv(tokens, blocks["block_tokens"]) * batch
-        grad_weight = torch.empty(programs, *weight.shape, dtype=torch.float32, device=rows.device)
+        grad_weight = torch.empty(programs, *weight.T.shape, dtype=torch.float32, device=rows.device)
         positions = starts if starts is not None else weight
         for index, (first, width) in enumerate(_ranges(ctx.widths)):
             grad_part = grad_parts[index].contiguous()
@@ -288,7 +288,7 @@ class _ConvolvedHeads(torch.autograd.Function):
                 head_stride=grad_rows.stride(2),
                 **shape,
             )
-        return grad_rows, grad_weight.sum(dim=0).to(weight.dtype), None, None
+        return grad_rows, grad_weight.sum(dim=0).T.to(weight.dtype), None, None
 
 
 def convolved_heads(
