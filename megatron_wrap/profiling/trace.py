@@ -122,7 +122,11 @@ class _Ranges:
         return None
 
 
-_KIND_OF_PHASE = {phases.OPTIMIZER: kinds.OPTIMIZER, phases.LOSS: kinds.LOSS}
+def _kind(named: str, phase: str | None) -> str:
+    """Kind of work by its name and by the part of the step that it belongs to."""
+    if phase is None or named == kinds.COMMUNICATION or (phase, named) == (phases.LOSS, kinds.MATMUL):
+        return named
+    return kinds.OPTIMIZER if phase == phases.OPTIMIZER else kinds.LOSS
 
 
 def _joined(ranges: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -136,7 +140,8 @@ def _joined(ranges: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _gpu_work(spans: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Iterator[Span]:
-    """Kernels and copies. One that the optimizer or the loss launched belongs to it, whatever it computes."""
+    """Kernels and copies. One that the optimizer or the loss launched belongs to it, except communication and the
+    loss's matrix products, which are those of the output layer."""
     launched = {
         event["args"]["correlation"]: (event["ts"], event["tid"])
         for event in spans
@@ -147,17 +152,16 @@ def _gpu_work(spans: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Iterator[S
             continue
         named = kinds.kernel_kind(event["name"])
         moment, thread = launched.get(event.get("args", {}).get("correlation"), (event["ts"], None))
-        phase = None if named == kinds.COMMUNICATION else ranges.phase_at(moment, thread)
-        kind = _KIND_OF_PHASE[phase] if phase else named or kinds.ELEMENTWISE
+        kind = _kind(named or kinds.ELEMENTWISE, ranges.phase_at(moment, thread))
         yield Span(event["ts"], event["ts"] + event["dur"], kind, event["name"], named is not None)
 
 
 def _cpu_work(spans: Sequence[Mapping[str, Any]], ranges: _Ranges, main: Any) -> Iterator[Span]:
     """The main thread's operations, each without those that it calls, and the communication of all threads.
 
-    An operation within a matrix product, attention, communication, the loss or the optimizer belongs to it. An
-    operation that only calls others, such as an autograd function in Python, does no work itself: communication that it
-    waits for is exposed.
+    An operation within a matrix product, attention, communication, the loss or the optimizer belongs to it, except the
+    loss's matrix products. An operation that only calls others, such as an autograd function in Python, does no work
+    itself: communication that it waits for is exposed.
     """
     for event in spans:
         if event.get("cat") == "user_annotation" and kinds.operation_kind(event["name"]) == kinds.COMMUNICATION:
@@ -170,12 +174,14 @@ def _cpu_work(spans: Sequence[Mapping[str, Any]], ranges: _Ranges, main: Any) ->
             closed = calls.pop()
             yield from closed.part(closed.end)
         named, phase = kinds.operation_kind(event["name"]), ranges.phase_at(start, main)
-        kind = _KIND_OF_PHASE[phase] if phase and named != kinds.COMMUNICATION else named
+        kind = _kind(named, phase)
         works = "::" in event["name"] and not event["name"].startswith(_CALLERS)
         if calls:
             yield from calls[-1].part(start, resumed=end)
-            if calls[-1].kind not in (kinds.ELEMENTWISE, kinds.COPIES):
-                kind = calls[-1].kind
+            caller = calls[-1].kind
+            is_product = (caller, kind) == (kinds.LOSS, kinds.MATMUL)
+            if caller not in (kinds.ELEMENTWISE, kinds.COPIES) and not is_product:
+                kind = caller
         calls.append(_Call(event["name"], kind, start, end, works))
     for call in reversed(calls):
         yield from call.part(call.end)

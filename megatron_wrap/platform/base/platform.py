@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform.base.machine import Machine, megatron_core_version, transformer_engine_version
+from megatron_wrap.platform.base.machine import Machine, this_machine, transformer_engine_version
 from megatron_wrap.platform.megatron_core import kernels as layer_kernels
 from megatron_wrap.platform.megatron_core import versions
 from megatron_wrap.platform.megatron_core.kernels import LayerKernels
@@ -95,7 +95,8 @@ class Platform(ABC):
     def machine(self) -> Machine:
         """What this machine has; imports Transformer Engine."""
         version = transformer_engine_version() if self.has_transformer_engine else None
-        return Machine(self.name, version, megatron_core_version(), device=self.device_name)
+        here = this_machine(self.name)
+        return dataclasses.replace(here, transformer_engine=version, weight_gradients=None, device=self.device_name)
 
     def install(self, environment: Mapping[str, str] | None = None, deterministic: bool = False) -> None:
         """Prepare Megatron-Core for this platform; a second call adds `deterministic` at most.

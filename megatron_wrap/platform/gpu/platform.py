@@ -70,7 +70,7 @@ class CudaPlatform(Platform):
             os.environ.setdefault(_REGISTER, "0")
         torch.cuda.set_device(self.device)
         replacements.callback(forget_scales)
-        replacements.callback(_free_user_buffers)
+        replacements.callback(_free_buffers)
         with repairs.quiet_import():
             adam.use_in_megatron(replacements)
             graphs.repair(replacements)
@@ -127,8 +127,10 @@ class CudaPlatform(Platform):
         return settings
 
 
-def _free_user_buffers() -> None:
-    """End Transformer Engine's user buffers, which it keeps for the rest of the process."""
+def _free_buffers() -> None:
+    """Free what Transformer Engine keeps for the rest of the process: user buffers, and for each shape of a weight a
+    gradient that nothing reads (gradients are summed elsewhere)."""
     modules = sys.modules.get("transformer_engine.pytorch.module.base")
     if getattr(modules, "_ub_communicators", None) is not None:
         modules.destroy_ub()  # type: ignore[union-attr]
+    getattr(modules, "_dummy_wgrads", {}).clear()

@@ -2,14 +2,16 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform import choose_platform
+from megatron_wrap.platform.base import machine
 from megatron_wrap.platform.base.platform import Replacements
-from megatron_wrap.platform.gpu.platform import CudaPlatform
+from megatron_wrap.platform.gpu.platform import CudaPlatform, _free_buffers
 
 
 def test_importing_the_package_needs_no_torch():
@@ -38,6 +40,25 @@ def test_each_process_needs_its_own_gpu(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(PlatformError, match=r"local rank 2 .* finds 2 .*; start at most 2"):
         _ = CudaPlatform().device
+
+
+def test_the_machine_has_what_is_installed(monkeypatch):
+    monkeypatch.setattr(CudaPlatform, "device_name", "NVIDIA H100")
+    monkeypatch.setattr(CudaPlatform, "has_transformer_engine", False)
+    for version, triton in (("2.10.0", None), ("2.11.0", object())):
+        monkeypatch.setattr(machine, "_version", {"torch": version}.get)
+        monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name, found=triton: found)
+        here, is_newer = CudaPlatform().machine, triton is not None
+        assert (here.platform, here.device, here.transformer_engine) == ("cuda", "NVIDIA H100", None)
+        assert (here.triton, here.grouped_products) == (is_newer, is_newer)
+
+
+def test_transformer_engine_s_unread_gradients_are_freed(monkeypatch):
+    base = types.ModuleType("transformer_engine.pytorch.module.base")
+    base._dummy_wgrads = {(64, 64, torch.bfloat16): torch.empty(64, 64)}
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    _free_buffers()
+    assert base._dummy_wgrads == {}
 
 
 def test_cpu_memory_and_device():

@@ -62,7 +62,8 @@ def test_a_trace_of_a_gpu() -> None:
         _event("cpu_op", "TokenLogProbs", 140, 150),
         *_kernel("void at::native::vectorized_elementwise_kernel<4>", 145, 400, 420, 4),
         _event("cpu_op", "TokenLogProbsBackward", 200, 230, AUTOGRAD),
-        *_kernel("nvjet_in_the_backward_of_the_loss", 210, 420, 450, 5, AUTOGRAD),
+        *_kernel("_gradient_kernel", 210, 420, 450, 5, AUTOGRAD),
+        *_kernel("nvjet_of_the_output_layer", 215, 470, 480, 9, AUTOGRAD),  # with linear_cross_entropy
         *_link(1, (MAIN, 140), (AUTOGRAD, 200)),
         _event("cpu_op", "MulBackward0", 240, 260, AUTOGRAD),
         *_kernel("my_kernel", 250, 450, 470, 6, AUTOGRAD),
@@ -73,7 +74,7 @@ def test_a_trace_of_a_gpu() -> None:
     ]
     breakdown = break_down(timeline_of(events))
     assert {kind: round(1e3 * time) for kind, time in breakdown.milliseconds.items()} == {
-        kinds.MATMUL: 200,
+        kinds.MATMUL: 210,
         kinds.ATTENTION: 0,
         kinds.COMMUNICATION: 80,
         kinds.OPTIMIZER: 100,
@@ -81,12 +82,12 @@ def test_a_trace_of_a_gpu() -> None:
         kinds.ELEMENTWISE: 20,
         kinds.COPIES: 10,
         kinds.DATA: 90,
-        kinds.IDLE: 450,
+        kinds.IDLE: 440,
     }
-    assert (breakdown.on_gpu, breakdown.num_kernels, breakdown.computed_tokens) == (True, 7, 512)
+    assert (breakdown.on_gpu, breakdown.num_kernels, breakdown.computed_tokens) == (True, 8, 512)
     assert breakdown.communication_ms == pytest.approx(0.1)
     assert breakdown.exposed_collectives == {"reduce-scatter": pytest.approx(0.08)}
-    assert breakdown.busy_ms == pytest.approx(0.38)
+    assert breakdown.busy_ms == pytest.approx(0.39)
     unknown = [work for work in as_json(breakdown)["kernels"] if not work["recognized"]]
     assert [(work["name"], work["kind"]) for work in unknown] == [("my_kernel", kinds.ELEMENTWISE)]
 
@@ -103,6 +104,20 @@ def test_waiting_for_gloo_is_exposed_also_within_an_autograd_function() -> None:
     breakdown = break_down(timeline_of(events))
     times = {kind: round(1e3 * time) for kind, time in breakdown.milliseconds.items() if time}
     assert times == {kinds.COMMUNICATION: 32, kinds.ELEMENTWISE: 8, kinds.MATMUL: 20, kinds.IDLE: 40}
+
+
+def test_matrix_products_within_the_loss_are_matrix_products() -> None:
+    events = [
+        _event("user_annotation", "ProfilerStep#1", 0, 100),
+        _event("user_annotation", phases.LOSS, 0, 60),
+        _event("cpu_op", "aten::cross_entropy_loss", 0, 50),
+        _event("cpu_op", "aten::mm", 10, 40),
+        _event("cpu_op", "aten::copy_", 20, 25),
+        _event("user_annotation", phases.OPTIMIZER, 60, 100),  # Muon's products are the optimizer's
+        _event("cpu_op", "aten::mm", 60, 90),
+    ]
+    times = {kind: round(1e3 * time) for kind, time in break_down(timeline_of(events)).milliseconds.items() if time}
+    assert times == {kinds.MATMUL: 30, kinds.LOSS: 20, kinds.OPTIMIZER: 30, kinds.IDLE: 20}
 
 
 def test_a_trace_without_steps_is_an_error() -> None:
