@@ -59,7 +59,7 @@ def repair(replacements: Replacements) -> None:
         # `self.fp8 = fp8 is not None` treats the default False as fp8, which calls Transformer Engine
         replacements.set(constructor, "__defaults__", (None,))
     _replace_results_queue(replacements)
-    _replace_gradient_norm(replacements)
+    _replace_clipping(replacements)
     _restore_padding_of_buckets(replacements)
     reader = importlib.import_module("megatron_wrap.platform.megatron_core.checkpoint_reader")  # it imports torch
     reader.use_in_megatron(replacements)
@@ -70,13 +70,18 @@ def repair(replacements: Replacements) -> None:
         replacements.keep_item(os.environ, name)
 
 
-def _replace_gradient_norm(replacements: Replacements) -> None:
-    """Replace `local_multi_tensor_l2_norm` (utils.py), the gradient norm without Transformer Engine and Apex. On the
-    CPU its fp32 sums have a relative error of 1e-5 for a million elements (torch 2.13), so the norm depends on the
-    parallel layout. On a GPU it synchronizes at each tensor."""
+def _replace_clipping(replacements: Replacements) -> None:
+    """Replace the gradient norm and the scaling of gradients without Transformer Engine and Apex (utils.py).
+
+    On the CPU the fp32 sums of `local_multi_tensor_l2_norm` have a relative error of 1e-5 for a million elements (torch
+    2.13), so the norm depends on the parallel layout. On a GPU it synchronizes at each tensor.
+    `local_multi_tensor_scale` multiplies into a new tensor and copies it, which takes twice the time and the memory of
+    the largest gradient.
+    """
     module = importlib.import_module("megatron.core.optimizer.clip_grads")
-    if getattr(module.l2_norm_impl, "__name__", "") == "local_multi_tensor_l2_norm":
-        replacements.set(module, "l2_norm_impl", l2_norm)
+    for name, ours in (("l2_norm_impl", l2_norm), ("multi_tensor_scale_impl", scale)):
+        if getattr(getattr(module, name), "__name__", "").startswith("local_multi_tensor_"):
+            replacements.set(module, name, ours)
 
 
 def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[Any]], *per_tensor: Any) -> tuple[Any, None]:
@@ -84,8 +89,18 @@ def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[Any]], *per
     signature of amp_C's multi_tensor_l2norm; the other arguments are ignored."""
     import torch
 
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensor_lists[0]]
-    return torch.stack(norms).square().sum().sqrt().float().reshape(1), None
+    # on a GPU, vector_norm would first copy each tensor in fp64
+    norms = torch._foreach_norm(tensor_lists[0], 2, dtype=torch.float64)
+    return torch.stack(list(norms)).square().sum().sqrt().float().reshape(1), None
+
+
+def scale(chunk_size: int, noop_flag: Any, tensor_lists: list[list[Any]], factor: float) -> None:
+    """Write the tensors of the first list times `factor` into those of the second, which may be the same. Has the
+    signature of amp_C's multi_tensor_scale; the other arguments are ignored."""
+    import torch
+
+    for source, target in zip(*tensor_lists, strict=True):
+        torch.mul(source, factor, out=target)
 
 
 def _restore_padding_of_buckets(replacements: Replacements) -> None:

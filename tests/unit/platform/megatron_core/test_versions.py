@@ -162,6 +162,23 @@ def test_asynchronous_save_uses_the_built_in_strategy():
     assert arguments.get("async_strategy") == ("mcore" if "async_strategy" in known else None)
 
 
+def test_gradients_are_scaled_in_place_as_megatron_core_scales_them() -> None:
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_scale
+
+    torch.manual_seed(0)
+    gradients, in_place = [torch.randn(64, 33), torch.randn(7)], [torch.zeros(64, 33), torch.zeros(7)]
+    for source, target in zip(gradients, in_place, strict=True):
+        target.copy_(source)
+    expected = [torch.empty_like(gradient) for gradient in gradients]
+    local_multi_tensor_scale(2048, None, [gradients, expected], 0.3)
+    addresses = [gradient.data_ptr() for gradient in in_place]
+    clip_grads.multi_tensor_applier(clip_grads.multi_tensor_scale_impl, None, [in_place, in_place], 0.3)
+    assert all(map(torch.equal, in_place, expected))
+    assert [gradient.data_ptr() for gradient in in_place] == addresses
+    assert clip_grads.multi_tensor_scale_impl is not local_multi_tensor_scale
+
+
 def test_norm_of_a_large_gradient_is_accurate() -> None:
     import torch
 
