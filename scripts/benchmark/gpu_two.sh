@@ -28,7 +28,7 @@ if [ "$size" = 1b ]; then
   lengths=(8192 32768) tokens=131072 engine=$arch.transformer_impl=transformer_engine
   fused="Transformer Engine's cross-entropy" buffers=",user buffers" permuted=",fused router and permutation"
   fp8="$dtype.fp8=hybrid $dtype.fp8_recipe=delayed"
-  one_layers=4 layers=7  # of experts: what one and two GPUs of 80 GB train, the bare loop too
+  one_layers=4 layers=6  # of experts: what one and two GPUs of 80 GB train, the bare loop too
   memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | head -1)
   [ "${memory:-0}" -lt 100000 ] || one_layers=8 layers=12
 else

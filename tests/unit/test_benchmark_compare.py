@@ -204,6 +204,25 @@ def test_bare_loop_gets_the_sizes_of_deepseek(rope_fusion: bool) -> None:
     assert task.tflops(1.0) == pytest.approx(flops / 1e12)
 
 
+@pytest.mark.process_group
+def test_the_bare_loop_splits_rows_as_context_parallelism_has_them() -> None:
+    import torch
+    from comparison.with_megatron_core import part_of_this_rank
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_wrap.platform import choose_platform
+
+    choose_platform("cpu").install()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(context_parallel_size=2, create_gloo_process_groups=False)
+    tokens = torch.arange(24).view(2, 12)
+    part = part_of_this_rank({"tokens": tokens, "positions": torch.arange(12).expand(2, -1)})
+    assert part["tokens"].tolist() == [[3, 4, 5, 6, 7, 8], [15, 16, 17, 18, 19, 20]]
+    assert part["positions"].tolist() == [[3, 4, 5, 6, 7, 8]] * 2
+
+
 _WORKER = """
 import json, os, sys, time
 def say(message):

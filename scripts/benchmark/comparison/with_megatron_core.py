@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -34,9 +36,9 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
             destroy_ub()
         gc.enable()
         gc.unfreeze()
-        from megatron.core import parallel_state
+        from megatron_wrap.parallel.state import destroy_parallel_state
 
-        parallel_state.destroy_model_parallel()
+        destroy_parallel_state()  # all groups at once; Megatron-Core's own function leaves them to torch, one by one
         torch.distributed.destroy_process_group()
 
 
@@ -73,9 +75,7 @@ def _start_user_buffers(task: Task) -> None:
 
 
 def _train(task: Task, flags: Flags, parts: Parts) -> Outcome:
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     chunks, optimizer = _build(task, flags)
     if task.platform == "cuda":
@@ -91,8 +91,9 @@ def _train(task: Task, flags: Flags, parts: Parts) -> Outcome:
         tokens = next(iterator).to(task.device, non_blocking=True)
         rows = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "positions": positions}
         if task.context_parallel > 1:
-            rows = get_batch_on_this_cp_rank(rows)
-        return module(rows["tokens"], rows["positions"], mask, labels=rows["labels"]), _mean
+            rows = part_of_this_rank(rows)
+        mean = functools.partial(_mean, context_parallel=task.context_parallel)
+        return module(rows["tokens"], rows["positions"], mask, labels=rows["labels"]), mean
 
     steps = _steps(task)
     parts.end("rows")
@@ -119,11 +120,7 @@ def _train(task: Task, flags: Flags, parts: Parts) -> Outcome:
         if reported:
             losses.append(torch.stack([micro_batch["loss"] for micro_batch in reported]).mean())
     seconds = clock.measured_seconds()
-    shown = torch.stack(losses) if losses else torch.empty(task.warmup + task.steps, device=task.device)
-    if task.pipeline_parallel > 1:
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        torch.distributed.broadcast(shown, last, parallel_state.get_pipeline_model_parallel_group())
-    outcome = Outcome(seconds, shown.tolist(), flags.text(), parts)
+    outcome = Outcome(seconds, _of_the_replica(task, losses), flags.text(), parts)
     for chunk in chunks if flags.overlap else ():
         chunk.disable_forward_pre_hook(param_sync=False)  # with these hooks the model is never freed
     # fp32 shards of the distributed optimizer are views, whose graphs lead back to it where the collector cannot see
@@ -132,9 +129,39 @@ def _train(task: Task, flags: Flags, parts: Parts) -> Outcome:
     return outcome
 
 
-def _mean(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def part_of_this_rank(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This process's positions of rows [b, s] under context parallelism, [b, s / size] each; changes the dictionary."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    needs_kind = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters  # from 0.19 on
+    kind = {"is_hybrid_cp": False} if needs_kind else {}
+    part: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(
+        rows, cp_group=parallel_state.get_context_parallel_group(), **kind
+    )
+    return part
+
+
+def _mean(output: torch.Tensor, context_parallel: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Over this process's positions. The schedule multiplies the loss by the size of context parallelism, which suits a
+    mean over all positions."""
     loss = output.float().mean()
-    return loss, {"loss": loss.detach().clone()}  # the schedule divides the loss in place
+    return loss / context_parallel, {"loss": loss.detach()}
+
+
+def _of_the_replica(task: Task, losses: list[torch.Tensor]) -> list[float]:
+    """The loss of each step over all positions; only processes of the last pipeline stage have `losses`."""
+    from megatron.core import parallel_state
+
+    shown = torch.stack(losses) if losses else torch.empty(task.warmup + task.steps, device=task.device)
+    if task.pipeline_parallel > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast(shown, last, parallel_state.get_pipeline_model_parallel_group())
+    if task.context_parallel > 1:
+        torch.distributed.all_reduce(shown, group=parallel_state.get_context_parallel_group())
+        shown /= task.context_parallel
+    values: list[float] = shown.tolist()
+    return values
 
 
 def _steps(task: Task) -> list[tuple[torch.Tensor, ...]]:
