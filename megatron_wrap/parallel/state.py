@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from megatron_wrap.platform.megatron_core.versions import forget_router_losses
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -111,10 +115,13 @@ def build_parallel_state(parallel: ParallelConfig, virtual_size: int | None, tim
 
 
 def destroy_parallel_state() -> None:
-    """Destroy Megatron-Core's process groups; torch.distributed stays initialized.
+    """Destroy Megatron-Core's process groups and what it recorded of their model; torch.distributed stays initialized.
 
-    Megatron-Core itself only drops its references, and each group would keep the threads that poll its sockets.
+    Megatron-Core itself only drops its references, and each group would keep the threads that poll its sockets. All
+    groups end at once: NCCL waits up to half a second for each communicator's thread, which polls its socket
+    (ncclProxyServiceUDS in proxy.cc), and there are 20 of them.
     """
+    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
@@ -122,12 +129,21 @@ def destroy_parallel_state() -> None:
         return
     values = [value if isinstance(value, list) else [value] for value in vars(mpu).values()]
     groups = {id(item): item for value in values for item in value if isinstance(item, dist.ProcessGroup)}
+    forget_router_losses()
     mpu.destroy_model_parallel()
-    for group in groups.values():
-        if group is not dist.group.WORLD:
-            # ValueError: already destroyed, by Megatron-Core (its gloo groups) or under another name
-            with contextlib.suppress(ValueError):
-                dist.destroy_process_group(group)
+    select = None
+    if torch.cuda.is_initialized():  # a new thread's device is GPU 0, and NCCL would take memory of it
+        select = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+    with ThreadPoolExecutor(len(groups), "destroy groups", select) as threads:
+        list(threads.map(_destroy, (group for group in groups.values() if group is not dist.group.WORLD)))
+
+
+def _destroy(group: ProcessGroup) -> None:
+    import torch.distributed as dist
+
+    # ValueError: already destroyed, by Megatron-Core (its gloo groups) or under another name
+    with contextlib.suppress(ValueError):
+        dist.destroy_process_group(group)
 
 
 def tensor_parallel_group() -> ProcessGroup:

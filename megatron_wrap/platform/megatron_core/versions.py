@@ -9,6 +9,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,16 @@ def router_loss_values() -> dict[str, Any]:
     except ModuleNotFoundError:
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+
+
+def forget_router_losses() -> None:
+    """Drop the tensors of `router_loss_values`. They have the number of layers of the first model, and refer to its
+    process groups, so a later model must start without them."""
+    moe = "megatron.core.transformer.moe"
+    if (logging := sys.modules.get(f"{moe}.moe_logging")) is not None:
+        logging.destroy_moe_metrics_tracker()
+    elif (utils := sys.modules.get(f"{moe}.moe_utils")) is not None:
+        utils.get_moe_layer_wise_logging_tracker().clear()
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

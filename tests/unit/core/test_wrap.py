@@ -29,6 +29,7 @@ from megatron_wrap.engine.setup.linear_cross_entropy import avoidable_logits_byt
 from megatron_wrap.engine.setup.memory_advice import memory_advice
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError, TrainingError
 from megatron_wrap.metrics.declared import ENGINE_METRICS
+from megatron_wrap.platform.megatron_core.versions import router_loss_values
 from megatron_wrap.utils.metric_loggers import MetricLoggerContext
 
 pytestmark = pytest.mark.process_group
@@ -226,6 +227,17 @@ def test_every_metric_of_the_engine_is_declared():
     switches = [f"{LOGGER}.add_{name}_to_metrics=true" for name in ("params_norm", "num_zeros_in_grad")]
     with started(*switches, *(f"{arch}.{name}={value}" for name, value in experts.items())) as wrap:
         assert wrap.train(data()[:4]).keys() == ENGINE_METRICS.keys() | {"truncated_samples"}
+
+
+def test_a_model_with_more_layers_of_experts_follows_another():
+    """Megatron-Core's sums of router losses have the layers of the first model of the process."""
+    arch = "megatron_lm.model.arch"
+    for layers in (1, 3):
+        loss = [f"{arch}.moe_router_load_balancing_type=aux_loss", f"{arch}.moe_aux_loss_coeff=0.1"]
+        with started(f"{arch}.num_layers={layers}", f"{arch}.num_experts=2", *loss) as wrap:
+            assert 0.9 < wrap.train(data()[:4])["load_balancing_loss"] < 2
+            assert len(router_loss_values()["load_balancing_loss"]) == layers
+        assert router_loss_values() == {}  # they also refer to the process groups
 
 
 def test_grad_norm_is_reported_without_clipping_too():
