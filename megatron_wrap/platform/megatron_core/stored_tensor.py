@@ -110,9 +110,15 @@ def _storage(saved: Any) -> _Storage:
     return _Storage(key, dtype, num_elements)
 
 
-def _tensor(storage: Any, first: Any, size: Any, stride: Any, *_: Any) -> _Stored:
-    """As torch's function of the name in the pickle, which creates the tensor."""
-    if type(storage) is not _Storage or type(first) is not int or first < 0 or not _is_row_major(size, stride):
+def _tensor(
+    storage: Any, first: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, bits: Any = None
+) -> _Stored:
+    """As torch's function of the name in the pickle, which creates the tensor.
+
+    Args:
+        bits: such as that of a tensor whose elements are negated when they are used.
+    """
+    if type(storage) is not _Storage or type(first) is not int or first < 0 or not _is_row_major(size, stride) or bits:
         raise pickle.UnpicklingError("its elements are not in row-major order")
     return _Stored(storage, first, tuple(size))
 
