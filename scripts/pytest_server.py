@@ -20,6 +20,10 @@ import time
 IGNORED = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
 """A plug-in of a package that trl imports; the asserts of no test are in it."""
 
+FIRST = "wandb.apis.public"
+"""Its pydantic searches all imported modules for the source of each of its classes: a second among few modules, six
+seconds after the others."""
+
 
 def serve(path: str, modules: list[str]) -> None:
     """Answer each connection with the exit code of pytest, run with its arguments and its standard output and error."""
@@ -39,6 +43,7 @@ def serve(path: str, modules: list[str]) -> None:
 def import_all(modules: list[str]) -> None:
     """Import what the tests import, and keep the objects of it out of garbage collections."""
     sys.path[0] = os.getcwd()  # as for `python -m pytest`
+    importlib.import_module(FIRST)
     from megatron_wrap.testing.pools import import_for_ranks
 
     import_for_ranks()

@@ -6,6 +6,7 @@ of it: they are in memory, keys of nested mappings are joined, and a mapping tha
 list. Only `joined`, `encode` and `decode` depend on this form.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,11 @@ def compose(root: Folder, files: Mapping[str, Mapping[str, Any]], view: Mapping[
     """
     from confignest.src import ConfigNest, ConfigNestManifest, ConfigNestNamespace, ConfigNestUtils
 
-    shipped = shipped_root()
+    shipped = str(shipped_root())
 
     def on_disk(entry: Folder | TreeFile) -> str:
         """Where confignest looks whether an entry is a file or a folder."""
-        return str(shipped / entry.relative if isinstance(entry, Folder) else entry.path)
+        return os.path.join(shipped, entry.relative) if isinstance(entry, Folder) else entry.location
 
     folders = {on_disk(folder): folder for folder in _folders(root)}
 

@@ -16,12 +16,17 @@ OVERLAY_FOLDER = "nest"
 
 @dataclass(frozen=True)
 class TreeFile:
-    """A YAML file of the tree. `relative` is its path below the tree's root."""
+    """A YAML file of the tree, at `location`. `relative` is its path below the tree's root."""
 
     name: str
-    path: Path
+    location: str
     relative: str
     overlaid: bool
+
+    @property
+    def path(self) -> Path:
+        """Its location."""
+        return Path(self.location)
 
     def read(self) -> Node:
         """Its content with positions."""
@@ -112,7 +117,7 @@ def _scan(roots: list[Path], relative: str) -> Folder:
                     f"{shown_path(entry)}: the tree has no such {kind}, so nothing would read it"
                     f"{did_you_mean(name, entries)}"
                 )
-            entries[name] = _scan(roots, path) if entry.is_dir() else TreeFile(name, Path(entry), path, overlaid)
+            entries[name] = _scan(roots, path) if entry.is_dir() else TreeFile(name, entry.path, path, overlaid)
     result.entries = dict(sorted(entries.items()))
     if result.default is not None and result.default not in result.entries:
         raise ConfigError(

@@ -77,9 +77,9 @@ class Node:
 
 def shown_path(path: str | os.PathLike[str]) -> str:
     """`path` as messages show it: relative to the working directory where it lies below it."""
-    text = os.fspath(path)
-    relative = os.path.relpath(text)
-    return text if relative.startswith("..") else relative
+    text, folder = os.fspath(path), os.getcwd()
+    below = os.path.abspath(text).removeprefix(folder if folder.endswith(os.sep) else folder + os.sep)
+    return text if os.path.isabs(below) else below
 
 
 def read_yaml(path: Path, missing_hint: str = "") -> Node:

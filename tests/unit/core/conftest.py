@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 RUN = (Path(__file__).parents[1] / "small_run.yaml").read_text(encoding="utf-8")
+RUN += "  data: {__override__: {num_workers: 0}}\n"  # tests of workers name a number
 
 
 @pytest.fixture(autouse=True)

@@ -74,7 +74,8 @@ def records(folder: str) -> list[dict[str, Any]]:
 
 
 def test_fit_takes_the_steps_of_the_documented_loop(data):
-    common = (*data, f"{TRAIN}.eval_interval=2", f"{TRAIN}.save_interval=3", f"{TRAIN}.train_iters=5")
+    common = (*data, f"{DATA}.num_workers=1", f"{TRAIN}.eval_interval=2", f"{TRAIN}.save_interval=3")
+    common += (f"{TRAIN}.train_iters=5",)
 
     def folders(name: str) -> tuple[str, ...]:
         return (f"{TRAIN}.save={name}/checkpoints", f"megatron_wrap.logger.output_dir={name}")

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.process_group
 
 TRAIN = "megatron_lm.train.common"
 SAVE = f"{TRAIN}.save=checkpoints"
+WORKER = "megatron_wrap.data.num_workers=1"
 STOP_FILE = Path("outputs/run/STOP")
 
 
@@ -88,7 +89,7 @@ def test_a_request_saves_after_the_step_and_the_run_continues_exactly(request_st
     unbroken = train(f"{TRAIN}.save=others")
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with pytest.raises(RunStopped) as end:
-        train(SAVE, after_step=at_iteration(2, request_stop))
+        train(SAVE, WORKER, after_step=at_iteration(2, request_stop))
     assert end.value.code == exit_code
     assert tracker() == "3"
     assert not STOP_FILE.exists()
@@ -109,7 +110,7 @@ def test_a_second_interrupt_ends_the_step(capfd):
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt, match="interrupted after iteration 2 of 6; there is no checkpoint yet"):
-        train(SAVE, after_step=at_iteration(2, twice))
+        train(SAVE, WORKER, after_step=at_iteration(2, twice))
     assert "Ctrl-C: the run saves after this step and ends; a second Ctrl-C ends it at once" in capfd.readouterr().err
 
 

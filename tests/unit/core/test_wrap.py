@@ -348,7 +348,7 @@ def test_batches_are_a_permutation_of_each_epoch_and_a_resumed_run_continues_the
     with started(f"{TRAIN}.train_iters=8") as wrap:
         go_on(wrap, straight, until=8)
     for until in (3, 8):
-        with started(f"{TRAIN}.train_iters=8", f"{TRAIN}.save=saved") as wrap:
+        with started(f"{TRAIN}.train_iters=8", f"{TRAIN}.save=saved", "megatron_wrap.data.num_workers=1") as wrap:
             go_on(wrap, resumed, until)
             workers = multiprocessing.active_children()
             wrap.save()
