@@ -224,7 +224,8 @@ def test_the_bare_loop_splits_rows_as_context_parallelism_has_them() -> None:
 
 
 _WORKER = """
-import json, os, sys, time
+import faulthandler, json, os, signal, sys, time
+faulthandler.register(signal.SIGUSR1, all_threads=True)
 def say(message):
     print("@compare " + json.dumps(message), flush=True)
 say({"ready": ""})
@@ -269,6 +270,8 @@ def test_processes_on_standby_train_after_a_run_that_failed(tree: Path, does: st
     assert time.monotonic() - begun < 30
     assert (first["peak_memory_gib"], again["peak_memory_gib"]) == (1, 1)
     assert first["notes"] != again["notes"]
+    logs = [path.read_text() for path in (tree / "logs").iterdir()]
+    assert sum("worker.py" in log for log in logs) == (2 if does == "hang" else 0)  # the stacks of both
 
 
 def test_a_task_of_one_device_trains_on_each(tree: Path) -> None:

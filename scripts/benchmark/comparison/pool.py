@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import statistics
 import subprocess
@@ -25,6 +26,8 @@ _START_SECONDS = 300
 """Limit of a start of processes: imports from a slow disk."""
 _FIRST_SECONDS = 75
 """More than the limit of a run: for the first one of processes, which compiles kernels."""
+_STACK_SECONDS = 0.5
+"""A process without an answer writes the stacks of its threads."""
 _LEFT_GIB = 8.0
 """Memory of a device that a program may hold between its turns: new processes cost more than it is worth."""
 
@@ -86,6 +89,7 @@ class Workers:
             try:
                 rank, answer = self._answers.get(timeout=max(0.01, until - time.monotonic()))
             except queue.Empty:
+                self._log_stacks()
                 return [], f"no answer within {seconds:.0f} s"
             if answer is None:
                 return [], "its process ended; its log has the reason"
@@ -93,6 +97,12 @@ class Workers:
                 return [], answer["error"]  # the other processes may wait for this one
             collected[rank] = answer
         return [collected[rank] for rank in sorted(collected)], ""
+
+    def _log_stacks(self) -> None:
+        """Let each process write into its log where it is."""
+        for process in self._processes:
+            process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACK_SECONDS)
 
     def close(self) -> None:
         """End the processes."""

@@ -6,10 +6,12 @@ libraries also print.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -51,6 +53,7 @@ _ON_GPU = {"megatron-core": _MEGATRON_CORE, "megatron-wrap": _OURS, "megatron-wr
 
 def main(program: str) -> None:
     """Serve until stdin closes."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # into the log, where `comparison.pool` waits in vain
     sys.modules["jax"] = None  # type: ignore[assignment]  # Transformer Engine would import it, for seconds
     module = importlib.import_module(PROGRAMS[program])
     on_gpu = _ON_GPU.get(program, ()) if torch.cuda.is_available() else ()
