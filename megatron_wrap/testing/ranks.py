@@ -4,18 +4,24 @@ modules, or NCCL processes with a GPU each, which are spawned because CUDA does 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import configure_console
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RankError(AssertionError):
@@ -45,12 +51,16 @@ class RankPool:
     def __init__(self, world_size: int, timeout_seconds: float = 180.0, platform: str = "cpu") -> None:
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
+        # a stopped process must end when this one dies: Linux can end it with the thread that started it
+        ends_with_process = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
+        self._stops_idle = platform == "cpu" and ends_with_process
         context: Any = multiprocessing.get_context("fork" if platform == "cpu" else "spawn")
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, theirs, platform), daemon=False)
+            arguments = (rank, world_size, theirs, platform, self._stops_idle)
+            process = context.Process(target=_serve, args=arguments, daemon=False)
             process.start()
             theirs.close()
             self._connections.append(mine)
@@ -73,6 +83,7 @@ class RankPool:
             RankError: it raised on a rank, or exceeded the time limit; the pool is then closed.
         """
         request = pickle.dumps((function, arguments, named))
+        self._signal_all("SIGCONT")
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # the process died, which is reported below
                 connection.send_bytes(request)
@@ -97,7 +108,15 @@ class RankPool:
                 f"{function.__name__} failed on {len(failures)} of {self.world_size} ranks\n" + "\n".join(failures),
                 user_error,
             )
+        self._signal_all("SIGSTOP")
         return results
+
+    def _signal_all(self, name: str) -> None:
+        """Stop or continue idle processes, in which gloo would poll its sockets a hundred times a second."""
+        if self._stops_idle:
+            for process in self._processes:
+                if process.exitcode is None:
+                    os.kill(process.pid, getattr(signal, name))
 
     @property
     def closed(self) -> bool:
@@ -127,10 +146,17 @@ def _messages(connection: Connection) -> Iterator[bytes]:
             return
 
 
-def _serve(rank: int, world_size: int, connection: Connection, platform: str) -> None:
+def _end_with_parent() -> None:
+    """Make the kernel kill this process, stopped or not, when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _serve(rank: int, world_size: int, connection: Connection, platform: str, stopped_when_idle: bool) -> None:
     import torch
     import torch.distributed as dist
 
+    if stopped_when_idle:
+        _end_with_parent()
     messages = _messages(connection)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
@@ -144,6 +170,8 @@ def _serve(rank: int, world_size: int, connection: Connection, platform: str) ->
     # a run ends with a garbage collection, which has no need to visit the objects of imported modules
     gc.collect()
     gc.freeze()
+    if platform == "cpu":
+        choose_platform(platform).keep_installed()  # once, and the groups of all runs share a device
     backend = "gloo" if platform == "cpu" else "nccl"
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)

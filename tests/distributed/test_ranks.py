@@ -1,9 +1,13 @@
-"""Ranks that fail: the error names the rank and the reason, and a new pool works."""
+"""Ranks that fail: the error names the rank and the reason, and a new pool works. Ranks that wait are stopped."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +39,31 @@ def test_pools_are_independent():
     assert [pool.run(total, addend) for addend, pool in enumerate(pools)] == [[1, 1], [3, 3], [5, 5]]
     for pool in pools:
         pool.close()
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are stopped on Linux")
+def test_idle_ranks_are_stopped_and_end_with_the_process_that_started_them():
+    def ended(process: psutil.Process) -> bool:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+    theirs, mine = os.pipe()
+    if (starter := os.fork()) == 0:
+        pool = RankPool(2)
+        pool.run(total, 0)
+        os.write(mine, b" ".join(b"%d" % process.pid for process in pool._processes))
+        signal.pause()
+    ranks = [psutil.Process(int(rank)) for rank in os.read(theirs, 100).split()]
+    wait_until(lambda: all(rank.status() == psutil.STATUS_STOPPED for rank in ranks))
+    os.kill(starter, signal.SIGKILL)
+    os.waitpid(starter, 0)
+    wait_until(lambda: all(map(ended, ranks)))
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.matrix), 1])

@@ -73,6 +73,7 @@ class Platform(ABC):
 
     def __init__(self) -> None:
         self._replacements = Replacements()
+        self._kept: Replacements | None = None
         self._installed = False
         self._kernels = LayerKernels()
 
@@ -124,10 +125,16 @@ class Platform(ABC):
             raise
         self._installed = True
 
+    def keep_installed(self) -> None:
+        """`install` until the process ends, for one with many runs: `uninstall` then restores only what came later."""
+        self.install()
+        if self._kept is None:
+            self._kept, self._replacements = self._replacements, Replacements()
+
     def uninstall(self) -> None:
         """Restore what `install` replaced; a second call does nothing."""
         self._replacements.close()
-        self._installed, self._kernels = False, LayerKernels()
+        self._installed, self._kernels = self._kept is not None, LayerKernels()
 
     def use_kernels(self, kernels: LayerKernels) -> None:
         """Make Megatron-Core's layers call these kernels until `uninstall`. A later call adds those that were None."""

@@ -88,10 +88,9 @@ class _ModuleProxy(types.ModuleType):
             raise PlatformError(
                 f"{real.__name__} {torch.__version__} has no {', '.join(missing)}; use torch 2.10 to 2.13"
             )
-        self.__dict__.update(replaced, __spec__=real.__spec__, _megatron_wrap_real=real)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_megatron_wrap_real"], name)
+        # a module's `__getattr__`, without a frame of Python at each access
+        forwarded = functools.partial(getattr, real)
+        self.__dict__.update(replaced, __spec__=real.__spec__, _megatron_wrap_real=real, __getattr__=forwarded)
 
 
 class _DummyStream:

@@ -159,6 +159,23 @@ def test_uninstall_restores_everything_and_install_works_again(installed):
     assert len(sys.meta_path) == finders
 
 
+def test_uninstall_of_a_kept_platform_restores_only_what_came_later():
+    printed = run_python(
+        """
+        import torch
+        platform = choose_platform("cpu")
+        platform.keep_installed()
+        platform.keep_installed()
+        platform.install(deterministic=True)
+        import megatron.core.tensor_parallel.random as random
+        print(torch.are_deterministic_algorithms_enabled())
+        platform.uninstall()
+        print(torch.are_deterministic_algorithms_enabled(), random.torch is torch)
+        """
+    )
+    assert printed == ["True", "False", "False"]
+
+
 def test_unexpected_megatron_function_is_reported_with_its_version(installed):
     from megatron_wrap.platform.megatron_core.versions import version
 

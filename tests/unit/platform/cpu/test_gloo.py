@@ -1,4 +1,4 @@
-"""Gloo groups share a device: counts the threads of a process with several groups."""
+"""Gloo groups share a device, whose thread gives way to others: the threads of a process with several groups."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ replacements, theirs = Replacements(), dist.distributed_c10d.ProcessGroupGloo
 share_device(replacements)
 store, seconds = dist.HashStore(), datetime.timedelta(seconds=7)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+priorities = {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+assert priorities == {os.SCHED_OTHER, os.SCHED_BATCH}, priorities
+assert (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)) == (os.SCHED_OTHER, 0)
 made = [threads_of(lambda: dist.new_group([0], timeout=seconds)) for _ in range(4)]
 for group, _ in made:
     tensor = torch.ones(3)
@@ -50,7 +53,7 @@ def threads(**variables: str) -> list[int]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
-def test_groups_share_one_device_until_undo():
+def test_groups_share_one_device_until_undo_whose_thread_gives_way():
     workers, workers_and_loop = 2, 3
     for variables in ({}, {"GLOO_SOCKET_IFNAME": "lo"}):
         assert threads(**variables) == [*[workers] * 4, workers_and_loop, workers_and_loop]
