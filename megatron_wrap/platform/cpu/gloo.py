@@ -4,8 +4,9 @@ torch creates one device per group, and Megatron-Core creates about twenty group
 has a thread that wakes up a hundred times a second. Together they took a sixth of the CPU time of four processes on two
 cores, and each took up to 10 ms to stop.
 
-That thread gives way to all others. While a thread that sends holds a connection's lock, it polls without a pause, for a
-whole time slice if it has preempted the sender. This doubled the CPU time of collectives of four processes on two cores.
+That thread gives way to all others. While a thread that sends holds a connection's lock, it polls without a pause, for
+a whole time slice if it has preempted the sender. This doubled the CPU time of collectives of four processes on two
+cores.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed
 
 from megatron_wrap.platform.megatron_core.replacements import Replacements
 
-_NICE = 10
+_NICE = 5
 _THREADS = "/proc/self/task"
 
 
