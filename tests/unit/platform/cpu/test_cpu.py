@@ -86,8 +86,8 @@ def test_megatron_gets_torch_without_cuda_and_the_host_is_unchanged(installed):
             torch.zeros(1).cuda()
 
 
-def test_cuda_packages_are_hidden_from_megatron_only(installed, monkeypatch):
-    for name in ("transformer_engine", "apex"):
+def test_packages_are_hidden_from_megatron_only(installed, monkeypatch):
+    for name in ("transformer_engine", "apex", "wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         with pytest.raises(ModuleNotFoundError, match=f"{name} is hidden"):
             in_megatron(f"import {name}")
