@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from _ours import Ours
+from _ours import Ours, nodes_of, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron_wrap"
@@ -62,7 +62,7 @@ class Code:
     """
 
     def __init__(self, sources: Mapping[str, str]) -> None:
-        self.trees = {file: ast.parse(text, file) for file, text in sources.items()}
+        self.trees = {file: parsed(text) for file, text in sources.items()}
         self.lines = {file: len(text.splitlines()) for file, text in sources.items()}
         self.modules = {module_of(file): file for file in sources}
         self.references = {file: list(_references(file, tree)) for file, tree in self.trees.items()}
@@ -78,7 +78,7 @@ class Code:
 
     def _named_modules(self, file: str) -> Iterator[Reference]:
         """Every string of a file that is a module's name: of a file that loads one of them by a variable."""
-        for node in ast.walk(self.trees[file]):
+        for node in nodes_of(self.trees[file]):
             if isinstance(node, ast.Constant) and node.value in self.modules:
                 yield Reference(file, node.lineno, str(node.value), by_string=True)
 
@@ -126,12 +126,12 @@ def subpackage_of(file: str) -> str:
 def _references(file: str, tree: ast.Module) -> Iterator[Reference]:
     typing_only = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         for statement in node.body
         for inner in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         line = getattr(node, "lineno", 0)
         for name in _imported(file, node):
             yield Reference(file, line, name, id(node) in typing_only)
@@ -306,8 +306,8 @@ def foreign_changes(code: Code) -> list[Change]:
 
 def _attribute_changes(tree: ast.Module) -> Iterator[tuple[ast.expr, str, ast.expr]]:
     """(object, name of the attribute, the location) of every change of an attribute in a file."""
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
+    called = {id(node.func) for node in nodes_of(tree) if isinstance(node, ast.Call)}
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node.value, node.attr, node
         elif isinstance(node, ast.Name) and node.id in ("setattr", "delattr") and id(node) not in called:
@@ -347,7 +347,7 @@ def long_functions(folders: list[Path], limit: int) -> list[str]:
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
         for folder in folders
         for path in sorted(folder.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in nodes_of(parsed(path.read_text("utf-8")))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno is not None
         and node.end_lineno - node.lineno + 1 > limit

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scopes = tuple[ast.ClassDef | Function, ...]
 KEEP_TYPE = ("replace", "copy", "deepcopy", "list", "sorted", "reversed", "iter", "next", "enumerate", "zip")
 """Functions whose result is of the classes of their arguments, or contains such objects."""
+
+
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """The tree of a file's text."""
+    return ast.parse(text)
+
+
+@functools.cache
+def nodes_of(tree: ast.Module) -> list[ast.AST]:
+    """The nodes of a file, for several readers."""
+    return list(ast.walk(tree))
 
 
 class Ours:
@@ -31,17 +44,17 @@ class Ours:
         for file, tree in trees.items():
             self._known[file] = {
                 name
-                for node in ast.walk(tree)
+                for node in nodes_of(tree)
                 for name in _names(node)
                 if not isinstance(node, ast.ImportFrom) or node.level or (node.module or "").startswith("megatron_wrap")
             }
             self._enclose(tree, ())
-        classes = [(f, n) for f, tree in trees.items() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+        classes = [(f, n) for f, tree in trees.items() for n in nodes_of(tree) if isinstance(n, ast.ClassDef)]
         self._classes = {node.name for _, node in classes}
         for _, node in classes:
             self._bases[node.name] = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
         for file, tree in trees.items():
-            for node in ast.walk(tree):
+            for node in nodes_of(tree):
                 if isinstance(node, Function) and node.returns is not None:
                     self._returns.setdefault(node.name, set()).update(self._annotated(file, node.returns))
         for _ in range(2):  # what an attribute is may follow from another attribute

@@ -24,11 +24,16 @@ def test_an_import_loads_nothing_heavy(statement: str) -> None:
     assert result.stdout.strip() == "set()"
 
 
-def test_what_starts_the_platform_does_not_import_megatron_core() -> None:
+def test_operations_load_without_torch_and_what_starts_the_platform_without_megatron_core() -> None:
     """Without a GPU, Megatron-Core 0.19 can be imported only after the platform is installed."""
-    code = "import megatron_wrap.engine.setup.build, sys; print('megatron.core' in sys.modules)"
+    code = (
+        "import sys, megatron_wrap.ops as ops; print({'torch', 'megatron'} & set(sys.modules)); "
+        "import megatron_wrap.ops.divergence; print(all(callable(getattr(ops, name)) for name in ops.__all__), "
+        "'megatron' in sys.modules); "
+        "import megatron_wrap.engine.setup.build; print('megatron.core' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"
+    assert result.stdout.splitlines() == ["set()", "True False", "False"]
 
 
 def test_the_command_line_starts_without_torch() -> None:
