@@ -25,8 +25,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     for name in ("megatron_wrap", "configs", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "generated"))
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "-w", str(source / "dist"), "."], cwd=source, check=True)
+    build = "from setuptools import build_meta; build_meta.build_wheel('dist')"  # as pip does, in one process of three
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, stdout=subprocess.DEVNULL)
     with zipfile.ZipFile(next((source / "dist").glob("*.whl"))) as wheel:
         wheel.extractall(target)
     return target
