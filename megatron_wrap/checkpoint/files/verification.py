@@ -18,6 +18,8 @@ Block = tuple[str, int]
 HASHERS = 6
 """Threads that hash, at most: enough to stay ahead of the reading. More of them slow it down, since both read memory
 (docs/reliability.md)."""
+HASHERS_OF_PROCESSOR = 2
+"""Of these, for each processor of the rank, at most: one hashes while the other one waits for the disk."""
 HASH_BYTES = 2 * 2**20
 """What each of them reads at once: it stays in the processor's cache, and the system reads more than this ahead, so
 that the disk is busy while it is hashed."""
@@ -25,6 +27,10 @@ READERS = 4
 """Threads that read, at most; most of the time is the copy from the system's cache."""
 AHEAD_BYTES = 512 * 2**20
 """Largest size of the tensors that are read ahead, in host memory; one alone may be larger."""
+
+
+def _num_hashers() -> int:
+    return min(HASHERS, HASHERS_OF_PROCESSOR * threads_of_rank(HASHERS))
 
 
 class BlockVerification:
@@ -37,7 +43,7 @@ class BlockVerification:
 
     def __init__(self, folder: Path, hashes: Mapping[str, Any]) -> None:
         self._folder, self._hashes = folder, hashes
-        self._pool = ThreadPoolExecutor(threads_of_rank(HASHERS), thread_name_prefix="verification")
+        self._pool = ThreadPoolExecutor(_num_hashers(), thread_name_prefix="verification")
         self._buffers: list[memoryview] = []
         self._values: dict[Block, Future[str]] = {}
         self.damage: str | None = None
