@@ -9,7 +9,14 @@ from megatron_wrap.checkpoint.content import layout_facts
 from megatron_wrap.checkpoint.precheck import starting_checkpoint
 from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.defaults import HIDDEN_COMMUNICATION, OPTIMIZER_KEYS, OVERLAP_KEYS, choices, with_choices
+from megatron_wrap.config.defaults import (
+    FUSED_CLIPPING,
+    HIDDEN_COMMUNICATION,
+    OPTIMIZER_KEYS,
+    OVERLAP_KEYS,
+    choices,
+    with_choices,
+)
 from megatron_wrap.config.reading.pipeline_layout import even_layout
 from megatron_wrap.model.transformer_config import use_transformer_engine
 from megatron_wrap.parallel.agreement import on_rank_0
@@ -58,7 +65,7 @@ def _saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> tuple[dict[s
     if saved is None:
         return {}, None, None
     has_layout = saved.facts.get("layout") == layout
-    names = (*OPTIMIZER_KEYS, *((*OVERLAP_KEYS, HIDDEN_COMMUNICATION) if has_layout else ()))
+    names = (*OPTIMIZER_KEYS, *((*OVERLAP_KEYS, HIDDEN_COMMUNICATION, FUSED_CLIPPING) if has_layout else ()))
     values = {name: value for name in names if isinstance(value := saved.value(name), bool)}
     if not has_layout:
         return values, None, None

@@ -19,6 +19,7 @@ from megatron_wrap.platform.base.machine import Machine
 
 OPTIMIZER_KEYS = ("optimizer.use_distributed_optimizer",)
 OVERLAP_KEYS = ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather")
+FUSED_CLIPPING = "optimizer.fused_clipping"
 HIDDEN_COMMUNICATION = "parallel.tp_comm_overlap"
 _HIDING_ELEMENTS = 2**24
 """Tokens of a micro-batch times the hidden size, for each tensor-parallel process, from which torch's layers overlap
@@ -73,7 +74,8 @@ def choices(
     gather = _choose(
         "ddp.overlap_param_gather", saved, *_overlapped_gather(config, machine, is_distributed, is_overlapped)
     )
-    chosen = [distributed, reduce, gather]
+    clipping = _choose(FUSED_CLIPPING, saved, *_fused_clipping(config, machine))
+    chosen = [distributed, reduce, gather, clipping]
     if config.ddp.ddp_bucket_size is None and is_overlapped:
         size = max(40_000_000, 1_000_000 * shards)  # distributed_data_parallel.py
         chosen.append(Choice("ddp.ddp_bucket_size", size, f"Megatron-Core's rule for {shards} processes"))
@@ -245,6 +247,16 @@ def _overlapped_reduce(config: RunConfig, machine: Machine, shards: int) -> tupl
         # param_and_grad_buffer.py, finish_grad_sync
         return False, "it fails for parameters without a gradient, which your provider may have", False
     return True, f"gradients of {shards} processes are reduced during the backward pass", False
+
+
+def _fused_clipping(config: RunConfig, machine: Machine) -> tuple[bool, str, bool]:
+    """Value, reason, and whether another value would be refused."""
+    optimizer = config.optimizer
+    if optimizer.optimizer != "adam" or optimizer.use_precision_aware_optimizer:
+        return False, "only Adam with fp32 states has it", True
+    if optimizer.clip_grad == 0 or not (machine.platform == "cuda" and machine.triton):
+        return False, "it spares a GPU a pass over the gradients, by a kernel in Triton", False
+    return True, "Adam multiplies gradients by the clipping factor as it reads them", False
 
 
 def _hidden_communication(config: RunConfig, machine: Machine) -> tuple[bool, str, bool]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -117,11 +115,8 @@ def build_parallel_state(parallel: ParallelConfig, virtual_size: int | None, tim
 def destroy_parallel_state() -> None:
     """Destroy Megatron-Core's process groups and what it recorded of their model; torch.distributed stays initialized.
 
-    Megatron-Core itself only drops its references, and each group would keep the threads that poll its sockets. All
-    groups end at once: NCCL waits up to half a second for each communicator's thread, which polls its socket
-    (ncclProxyServiceUDS in proxy.cc), and there are 20 of them.
+    Megatron-Core itself only drops its references, and each group would keep the threads that poll its sockets.
     """
-    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
@@ -131,19 +126,11 @@ def destroy_parallel_state() -> None:
     groups = {id(item): item for value in values for item in value if isinstance(item, dist.ProcessGroup)}
     forget_router_losses()
     mpu.destroy_model_parallel()
-    select = None
-    if torch.cuda.is_initialized():  # a new thread's device is GPU 0, and NCCL would take memory of it
-        select = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-    with ThreadPoolExecutor(len(groups), "destroy groups", select) as threads:
-        list(threads.map(_destroy, (group for group in groups.values() if group is not dist.group.WORLD)))
-
-
-def _destroy(group: ProcessGroup) -> None:
-    import torch.distributed as dist
-
-    # ValueError: already destroyed, by Megatron-Core (its gloo groups) or under another name
-    with contextlib.suppress(ValueError):
-        dist.destroy_process_group(group)
+    for group in groups.values():
+        if group is not dist.group.WORLD:
+            # ValueError: already destroyed, by Megatron-Core (its gloo groups) or under another name
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(group)
 
 
 def tensor_parallel_group() -> ProcessGroup:

@@ -139,9 +139,9 @@ class OptimConfig:
     """Shape of the weight-decay schedule over the run."""
     clip_grad: float = key(1.0, at_least=0)
     """Largest global norm of the gradient; 0: no clipping."""
-    fused_clipping: bool = False
+    fused_clipping: bool | None = None
     """Adam multiplies the gradients by the clipping factor as it reads them, on GPUs by a kernel of this package
-    (without Triton by torch); false: clipping reads and writes all gradients before."""
+    (without Triton by torch); false: clipping reads and writes all gradients before. null: true on GPUs with Triton."""
     adam_beta1: float = key(0.9, at_least=0, below=1)
     """Decay of Adam's first moment."""
     adam_beta2: float = key(0.999, at_least=0, below=1)

@@ -9,6 +9,7 @@ import pytest
 from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.defaults import (
+    FUSED_CLIPPING,
     HIDDEN_COMMUNICATION,
     all_choices,
     choices,
@@ -204,6 +205,22 @@ def test_communication_of_tensor_parallelism_is_hidden_from_the_measured_size_on
     overrides: tuple[str, ...], machine: Machine, expected: bool | None
 ) -> None:
     assert values(load(*overrides), machine, 1).get(HIDDEN_COMMUNICATION) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "expected"),
+    [
+        ((), GPU, True),
+        ((), OLD_GPU, False),  # without Triton
+        ((), CPU, False),
+        ((f"{OPTIMIZER}.clip_grad=0",), GPU, False),
+        ((f"{OPTIMIZER}.__select__=muon",), GPU, False),
+        ((f"{OPTIMIZER}.use_precision_aware_optimizer=true",), GPU, False),
+        ((f"{OPTIMIZER}.fused_clipping=false",), GPU, None),  # kept
+    ],
+)
+def test_adam_clips_on_gpus_with_triton(overrides: tuple[str, ...], machine: Machine, expected: bool | None) -> None:
+    assert values(load(*overrides), machine, 1).get(FUSED_CLIPPING) is expected
 
 
 @pytest.mark.parametrize("saved", [True, False])
