@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_wrap.errors import LayoutError
-from megatron_wrap.nn.attention_backend import attention_backend
+from megatron_wrap.nn.attention_backend import attention_backend, needs_padded_values
 from megatron_wrap.nn.kernels.attention.attention_sinks import (
     attention_with_sinks,
     flash_attention_with_sinks,
@@ -117,7 +117,13 @@ def _scaled_dot_product_attention(
         attention_backend(query, key, value, named["dropout_p"]) if attn_mask is None else contextlib.nullcontext()
     )
     with fastest:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, enable_gqa=copies > 1, **named)
+        if not needs_padded_values(query, key, value, attn_mask, named["dropout_p"], named.get("is_causal", False)):
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=attn_mask, enable_gqa=copies > 1, **named
+            )
+    width = value.shape[-1]
+    padded = F.pad(value, (0, query.shape[-1] - width))  # adds columns of zeros to the output; the scale is `named`'s
+    return _scaled_dot_product_attention(query, key, padded, attn_mask, **named)[..., :width]
 
 
 def _with_capped_scores(

@@ -6,16 +6,21 @@ with cuDNN, for 512 to 32,768 tokens and head sizes 64, 128 and 256. cuDNN build
 140 ms; flash attention needs none. So cuDNN is used for lengths that are multiples of 512, of which a run has few,
 and flash attention for the lengths of batches that are padded to their longest sequence. The rule depends only on the
 shape, so that a resumed run uses the same kernels.
+
+Values may have smaller heads than queries and keys (latent attention: 128 and 192). torch's flash attention does not
+take them, and its memory-efficient kernel, which does, is several times slower. cuDNN takes 192 and 128; for what it
+does not take, the values are padded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_wrap.nn.kernels.attention.flash_attention import (
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
 CUDNN_LENGTH_DIVISOR = 512
 _CUDNN_CAPABILITY = (9, 0)
 _CUDNN_MAX_HEAD_SIZE = 256
+_CUDNN_LATENT_HEAD_SIZES = (192, 128)
+"""The unequal sizes whose backward pass cuDNN supports on Hopper and Blackwell; with others it has had errors."""
 _FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -59,7 +66,7 @@ def prefers_cudnn(
         and dtype in (torch.float16, torch.bfloat16)
         and (query_length == key_length or not aligned)
         and query_length % CUDNN_LENGTH_DIVISOR == key_length % CUDNN_LENGTH_DIVISOR == 0
-        and head_sizes[0] == head_sizes[1] <= _CUDNN_MAX_HEAD_SIZE
+        and (head_sizes[0] == head_sizes[1] <= _CUDNN_MAX_HEAD_SIZE or head_sizes == _CUDNN_LATENT_HEAD_SIZES)
         and head_sizes[0] % 8 == 0
         and dropout == 0.0
     )
@@ -78,6 +85,30 @@ def attention_backend(
         return contextlib.nullcontext()
     _log_once(lengths[0], sizes[0])
     return sdpa_kernel(_FIRST, set_priority=True)
+
+
+def needs_padded_values(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout: float, is_causal: bool
+) -> bool:
+    """Whether `scaled_dot_product_attention` is faster with values padded to the head size of the queries: it then has
+    flash attention or cuDNN, and without padding neither. Call it within `attention_backend`.
+
+    Args:
+        query: [b, heads, s_q, d]; key: [b, groups, s_k, d]; value: [b, groups, s_k, d_v].
+        attn_mask: None, a tensor, for which there is no faster kernel, or a `CausalBias`, which torch computes by flash
+            attention and otherwise by the memory-efficient kernel.
+    """
+    if not _has_half_precision_on_gpu(query) or value.shape[-1] >= query.shape[-1] or type(attn_mask) is Tensor:
+        return False
+    if query.shape[2] == 1:  # takes as long as to read the cached keys and values, which a copy would more than double
+        return False
+    has_groups = query.shape[1] != key.shape[1]
+    if attn_mask is None:
+        chosen = torch._fused_sdp_choice(query, key, value, None, dropout, is_causal, enable_gqa=has_groups)
+        if chosen == SDPBackend.CUDNN_ATTENTION.value:
+            return False
+    padded_like_keys = SDPAParams(query, key, key, None, dropout, is_causal, has_groups)
+    return can_use_flash_attention(padded_like_keys)
 
 
 def kernel_with_logsumexp(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> FlashKernel:

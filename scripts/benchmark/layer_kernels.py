@@ -249,17 +249,22 @@ def measure_adam() -> None:
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def _attention_inputs(batch: int, length: int, heads: int, groups: int, width: int) -> tuple[torch.Tensor, ...]:
-    shapes = [(length, batch, count, width) for count in (heads, groups, groups)]
-    return tuple(random(*sizes).permute(1, 2, 0, 3) for sizes in shapes)
+def _attention_inputs(
+    batch: int, length: int, heads: int, groups: int, width: int, value_width: int
+) -> tuple[torch.Tensor, ...]:
+    """Views [b, heads, s, d]; the first width is of queries and keys."""
+    sizes = ((heads, width), (groups, width), (groups, value_width))
+    return tuple(random(length, batch, *size).permute(1, 2, 0, 3) for size in sizes)
 
 
 def measure_attention() -> None:
     """Causal attention with each backend, over lengths and head sizes, from views of [s, b, heads, d]."""
-    for (heads, groups, width), (batch, length) in itertools.product(
-        ((32, 8, 64), (32, 8, 128), (16, 16, 256)), ((16, 512), (8, 2048), (4, 4096), (1, 16384), (1, 32768))
+    latent = ((32, 32, 192, 128), (32, 32, 192, 192))  # and with padded values
+    for (heads, groups, width, value_width), (batch, length) in itertools.product(
+        ((32, 8, 64, 64), (32, 8, 128, 128), (16, 16, 256, 256), *latent),
+        ((16, 512), (8, 2048), (4, 4096), (1, 16384), (1, 32768)),
     ):
-        inputs = _attention_inputs(batch, length, heads, groups, width)
+        inputs = _attention_inputs(batch, length, heads, groups, width, value_width)
         for way, backend in BACKENDS.items():
 
             def call(*tensors: torch.Tensor, backend: Any = backend) -> torch.Tensor:
@@ -273,10 +278,10 @@ def measure_attention() -> None:
             try:
                 milliseconds = median_ms(train, 7)
             except RuntimeError as error:
-                print("RESULT", way, heads, width, length, str(error)[:200].replace("\n", " "))
+                print("RESULT", way, heads, width, value_width, length, str(error)[:200].replace("\n", " "))
                 continue
-            flops = 3.5 * 4 * batch * heads * width * length**2 / 2
-            shape = f"b{batch} s{length} h{heads}/{groups} d{width}"
+            flops = 3.5 * 2 * batch * heads * (width + value_width) * length**2 / 2
+            shape = f"b{batch} s{length} h{heads}/{groups} d{width}/{value_width}"
             result("attention", way, milliseconds, shape=shape, tflops=round(flops / milliseconds / 1e9))
 
 
@@ -284,12 +289,12 @@ def measure_attention_shapes() -> None:
     """The first call at each new length, which is where cuDNN builds a plan."""
     for way, backend in BACKENDS.items():
         with sdpa_kernel(backend):
-            warm = _attention_inputs(2, 1000, 32, 8, 64)
+            warm = _attention_inputs(2, 1000, 32, 8, 64, 64)
             torch.autograd.grad(F.scaled_dot_product_attention(*warm, is_causal=True, enable_gqa=True).sum(), warm)
             torch.cuda.synchronize()
             started = time.perf_counter()
             for length in range(1016, 1016 + 16 * 10, 16):
-                inputs = _attention_inputs(2, length, 32, 8, 64)
+                inputs = _attention_inputs(2, length, 32, 8, 64, 64)
                 out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
                 torch.autograd.grad(out.sum(), inputs)
             torch.cuda.synchronize()

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 from megatron_wrap.engine.state.kernel_adam import KernelAdam
+from megatron_wrap.nn.attention import attend
 from megatron_wrap.nn.kernels.attention.flash_attention import StoredScores, merge_
 from megatron_wrap.nn.kernels.rms_norm import rms_norm
 from megatron_wrap.nn.kernels.rotary import apply_rotary, split_rotary
@@ -208,3 +209,33 @@ def test_attention_to_parts_of_the_keys_is_merged(packed, dtype, tolerance):
     assert torch.equal(output[:, :50].cpu(), parts[0][0][:, :50].to(dtype))
     assert error(output[:, 50:], expected[:, 50:]) < tolerance
     assert error(total[..., 50:], expected_total[..., 50:]) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "kernels"),
+    [
+        (1024, 1024, {"cudnn"}),
+        (1000, 1000, {"cudnn", "flash"}),
+        (256, 1024, {"flash"}),  # a chunk of a context-parallel rank
+    ],
+)
+def test_latent_attention_has_a_fast_kernel(queries, keys, kernels):
+    """Heads of 192 for queries and keys, of 128 for values."""
+    torch.manual_seed(7)
+    shapes = [(queries, 2, 4, 192), (keys, 2, 4, 192), (keys, 2, 4, 128)]
+    inputs = [torch.randn(shape) for shape in shapes]
+    masked = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+
+    def reference(query, key, value):
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * 192**-0.5
+        return torch.einsum("bhqk,kbhe->qbhe", scores.masked_fill(masked, -torch.inf).softmax(-1), value)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compare(lambda *ours: attend(*ours, causal=True, scale=192**-0.5), reference, inputs, torch.bfloat16, 1e-2)
+    names = {event.key for event in profile.key_averages()}
+    used = {name for name in ("cudnn", "flash") if f"aten::_scaled_dot_product_{name}_attention" in names}
+    slow = {name for name in names if "efficient_attention" in name}
+    expected = kernels if torch.cuda.get_device_capability() == (9, 0) else {"cudnn", "flash"}
+    assert len(used) == 1
+    assert used <= expected
+    assert not slow

@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_wrap.errors import LayoutError, PlatformError
 from megatron_wrap.parallel.context import merge, packed_positions
@@ -165,6 +166,44 @@ def test_packed_documents_with_context_parallelism(cp_size):
     document = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     masked = outside(48) | (document[:, None] != document)
     assert_same(on_simulated_ranks(inputs, lengths, cp_size), reference_attention(*inputs, masked, 0.4), inputs)
+
+
+@pytest.fixture
+def padded_widths(monkeypatch):
+    """Pads values as on a GPU whose fast kernels need it; the head sizes of the values that were padded."""
+    widths = []
+
+    def needs_padded_values(query, key, value, *arguments):
+        if value.shape[-1] < query.shape[-1]:
+            widths.append(value.shape[-1])
+        return value.shape[-1] < query.shape[-1]
+
+    monkeypatch.setattr(attention, "needs_padded_values", needs_padded_values)
+    return widths
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize(("causal", "s_q"), [(True, 24), (False, 24), (True, 8)])
+def test_padded_values_give_the_attention_of_torch(padded_widths, dtype, tolerance, causal, s_q):
+    inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors(s_q=s_q, groups=4, value_width=5)]
+    ours = attend(*inputs, causal=causal, scale=0.3)
+    heads_first = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
+    mask = ~outside(s_q, 24) if causal else None
+    theirs = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=0.3).permute(2, 0, 1, 3)
+    assert ours.shape == theirs.shape
+    assert padded_widths == [5]
+    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    pairs = (torch.autograd.grad((output * weight).sum(), inputs) for output in (ours, theirs))
+    for mine, other in zip((ours, *next(pairs)), (theirs, *next(pairs)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_padded_values_with_grouped_queries_and_context_parallelism(padded_widths, cp_size):
+    inputs = tensors(value_width=5)
+    ours = on_simulated_ranks(inputs, [24], cp_size)
+    assert_same(ours, reference_attention(*inputs, outside(24), 0.4), inputs)
+    assert padded_widths
 
 
 def test_non_causal_attention_with_context_parallelism():
