@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
 
+from megatron_wrap.nn import attention_backend
 from megatron_wrap.nn.attention_backend import needs_padded_values, prefers_cudnn
 
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
@@ -49,3 +52,30 @@ def test_full_attention_of_a_ring_has_other_lengths_of_queries_and_keys():
 def test_values_are_not_padded_on_a_cpu(dtype):
     query, value = (torch.zeros(1, 2, 8, width, dtype=dtype) for width in (192, 128))
     assert not needs_padded_values(query, query, value, None, 0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "has_flash", "queries", "mask", "padded"),
+    [
+        (SDPBackend.EFFICIENT_ATTENTION, True, 8, None, True),
+        (SDPBackend.MATH, True, 8, None, True),
+        (SDPBackend.CUDNN_ATTENTION, True, 8, None, False),  # takes both sizes
+        (SDPBackend.EFFICIENT_ATTENTION, False, 8, None, False),  # the GPU has no flash attention
+        (SDPBackend.EFFICIENT_ATTENTION, True, 1, None, False),  # a step of generation
+        (SDPBackend.EFFICIENT_ATTENTION, True, 8, torch.ones(8, 8, dtype=torch.bool), False),
+        (SDPBackend.CUDNN_ATTENTION, True, 4, causal_lower_right(4, 8), True),  # torch does not ask cuDNN
+    ],
+)
+def test_values_are_padded_where_torch_has_flash_attention_only_for_equal_heads(
+    monkeypatch, chosen, has_flash, queries, mask, padded
+):
+    def can_use_flash_attention(parameters):
+        assert parameters.value.shape[-1] == 192
+        return has_flash
+
+    monkeypatch.setattr(attention_backend, "_has_half_precision_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(attention_backend, "can_use_flash_attention", can_use_flash_attention)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *tensors, **named: chosen.value)
+    query, key, value = torch.zeros(1, 2, queries, 192), torch.zeros(1, 2, 8, 192), torch.zeros(1, 2, 8, 128)
+    assert needs_padded_values(query, key, value, mask, 0.0, mask is None) is padded
+    assert not needs_padded_values(query, key, key, mask, 0.0, mask is None)
