@@ -209,11 +209,11 @@ def product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup, parts: in
     received = [rows.new_empty(shape) for _ in range(1, size)]
     arriving = list(zip(*(tensor.chunk(parts) for tensor in received), strict=True))
     transfers: list[list[tuple[Callable[[], None], Tensor]]] = []  # with what they send, which they need until they end
-    for part, places in enumerate(arriving):
+    for part, targets in enumerate(arriving):
         transfers.append([])
-        for offset, place in enumerate(places, start=1):
+        for offset, target in enumerate(targets, start=1):
             sent = shares[(rank + offset) % size][part] @ matrix
-            transfers[-1].append((_start_transfer(sent, place, group, offset), sent))
+            transfers[-1].append((_start_transfer(sent, target, group, offset), sent))
     for own, (total, *others), started in zip(shares[rank], arriving, transfers, strict=True):
         for finish, _ in started:
             finish()

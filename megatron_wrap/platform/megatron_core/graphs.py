@@ -140,9 +140,9 @@ def set_tracked_states(states: dict[str, Tensor]) -> None:
 
 
 def delete_graphs(chunks: Sequence[torch.nn.Module]) -> None:
-    """Delete the captured graphs of these model chunks, and begin anew. NCCL waits for all graphs that contain its
-    operations before it ends a process group, forever if they are only dropped afterwards; and a later model of this
-    process could not capture its own."""
+    """Delete the captured graphs of these model chunks, and what Megatron-Core recorded of them. NCCL waits for all
+    graphs that contain its operations before it ends a process group, forever if they are only dropped afterwards; and
+    a later model of this process could not capture its own."""
     graphs: Any = sys.modules.get(_MODULE)
     if graphs is None:
         return

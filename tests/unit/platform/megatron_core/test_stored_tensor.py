@@ -18,9 +18,9 @@ BEFORE = b"another tensor"
 """Of the same file."""
 
 
-def read(folder: Path, content: bytes, target: torch.Tensor, behind: bytes = b"behind") -> bool:
+def read(folder: Path, content: bytes, target: torch.Tensor, after: bytes = b"after") -> bool:
     file = folder / "__0_0.distcp"
-    file.write_bytes(BEFORE + content + behind)
+    file.write_bytes(BEFORE + content + after)
     with file.open("rb") as opened:
         return read_into(target, opened, io.BytesIO(content), len(BEFORE), len(content))
 
