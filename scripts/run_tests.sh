@@ -89,13 +89,13 @@ imported=(peft trl.trainer.dpo_trainer trl.experimental.cpo lm_eval.evaluator)
 server installed "$PYTHON"
 if [ "$*" = --fast ]; then
   # three parts, so that the two cores are used alike whether mypy has a cache (2 s) or none (40 s)
-  second=(tests/unit/config tests/unit/cli)
-  third=(tests/unit/platform tests/unit/report tests/unit/utils)
+  second=(tests/unit/config tests/unit/cli tests/unit/data)
+  third=(tests/unit/launch tests/unit/platform tests/unit/report tests/unit/utils)
   others=("${second[@]}" "${third[@]}")
   tests "unit tests: others" --fast tests/unit "${others[@]/#/--ignore=}" "${covering[@]}"
   types
-  tests "unit tests: config, cli" --fast "${second[@]}" "${covering[@]}"
-  tests "unit tests: platform, report, utils" --fast "${third[@]}" "${covering[@]}"
+  tests "unit tests: config, cli, data" --fast "${second[@]}" "${covering[@]}"
+  tests "unit tests: launch, platform, report, utils" --fast "${third[@]}" "${covering[@]}"
   lint
 elif [ "$*" = --all ]; then
   matrix=tests two_versions=
