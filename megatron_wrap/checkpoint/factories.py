@@ -1,8 +1,8 @@
-"""Parameters that a checkpoint contains in several parts, such as the halves of a fused SwiGLU weight.
+"""Parameters that a checkpoint stores in several parts, such as the halves of a fused SwiGLU weight.
 
-Megatron-Core's ShardedTensorFactory builds descriptions of the parts, which are views of the parameter and are read in
-place, and concatenates what was read in new memory, from which it is copied to the parameter: two more copies, and more
-memory, for most of a model.
+Megatron-Core's ShardedTensorFactory describes each part as a view of the parameter, and a load reads directly into
+these views. Megatron-Core then still concatenates the parts in a new tensor and copies it to the parameter. The
+functions here leave out both copies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 
 def merged_in_place(sharded_state: Mapping[str, Any]) -> dict[str, Any]:
-    """The sharded state for a load, with factories that return the tensor whose parts they built, if these were read in
-    place and are all of it; else as before."""
+    """The sharded state for a load. Its factories return the parameter itself where all of its parts were read into
+    it, and merge the parts as before elsewhere."""
     return dict(dict_list_map_outplace(_in_place, sharded_state))
 
 

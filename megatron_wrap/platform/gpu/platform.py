@@ -26,8 +26,8 @@ Transformer Engine enables it, and Megatron-Core's MoE routers use Transformer E
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _REGISTER = "NCCL_GRAPH_REGISTER"
-"""With expandable segments NCCL must not register the memory of CUDA graphs, as Megatron-Core's newer releases check no
-longer (transformer/cuda_graphs.py)."""
+"""With expandable segments NCCL must not register the memory of CUDA graphs. Newer releases of Megatron-Core no longer
+check this (transformer/cuda_graphs.py)."""
 
 
 class CudaPlatform(Platform):
@@ -128,8 +128,8 @@ class CudaPlatform(Platform):
 
 
 def _free_buffers() -> None:
-    """Free what Transformer Engine keeps for the rest of the process: user buffers, and for each shape of a weight a
-    gradient that nothing reads (gradients are summed elsewhere)."""
+    """Free what Transformer Engine keeps for the rest of the process: user buffers, and one unused gradient for each
+    weight shape."""
     modules = sys.modules.get("transformer_engine.pytorch.module.base")
     if getattr(modules, "_ub_communicators", None) is not None:
         modules.destroy_ub()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Parameters whose parts were read in place are not concatenated in new memory; others are merged by Megatron-Core."""
+"""Parameters whose parts were read directly into them are not concatenated again; Megatron-Core merges the others."""
 
 from __future__ import annotations
 
