@@ -28,6 +28,7 @@ from megatron_wrap.metrics.phases import DATA, GRADIENTS, OPTIMIZER, doing, phas
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.plan.flops import tflops_per_device, training_flops
+from megatron_wrap.platform.megatron_core.first_gradients import zero_stale
 
 _STOP = "stop_requests"
 
@@ -82,9 +83,12 @@ def begin_step(state: TrainingState, weights: StepWeights, samples: Sequence[Any
 
 def compute_gradients(state: TrainingState, step: OpenStep, micro_batches: ReplicaMicroBatches) -> None:
     """Compute the gradients of the whole batch into the gradient buffers, reduced over all ranks. Collective."""
-    if step.weights.counts.has_weight:  # the same on all ranks; a batch without loss weight has no gradient
-        [local] = loss_micro_batches(state, micro_batches, len(step.samples))
-        add_gradients(state, step, local)
+    if not step.weights.counts.has_weight:  # the same on all ranks; a batch without loss weight has no gradient
+        for chunk in state.chunks:
+            zero_stale(chunk.parameters())
+        return
+    [local] = loss_micro_batches(state, micro_batches, len(step.samples))
+    add_gradients(state, step, local)
 
 
 def add_gradients(state: TrainingState, step: OpenStep, local: list[MicroBatch]) -> None:

@@ -145,6 +145,10 @@ def test_weight_gradients_are_added_without_rounding(counts, outputs, inputs):
     repeated = before.clone()
     add_weight_gradients(grad, rows, ends, repeated)
     assert torch.equal(total, repeated)
+    added, written = torch.zeros_like(total), torch.full_like(total, torch.nan)
+    add_weight_gradients(grad, rows, ends, added)
+    add_weight_gradients(grad, rows, ends, written, overwrite=True)
+    assert torch.equal(written, added)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1536, 2048), (100, 70), (101, 71)])

@@ -17,6 +17,7 @@ from megatron_wrap.engine.passes.loss import ModelOutput
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import global_module_names, global_names
 from megatron_wrap.ops.deferred_logits import DeferredLogits, chunks_of
+from megatron_wrap.platform.megatron_core.first_gradients import zero_if_stale
 
 _FORWARD, _LOSS, _BACKWARD, _WEIGHTS = range(4)
 """Parts of a micro-batch's pass, in their order."""
@@ -235,6 +236,7 @@ class _ChunkWatch:
         for named in global_names(self._model, self._tied):
             gradient = getattr(named.tensor, "main_grad", None)
             if gradient is not None:
+                zero_if_stale(gradient)
                 self._check(_WEIGHTS, micro_batch, named.name, named.of(gradient))
 
     def _check(self, part: int, micro_batch: int, name: str, value: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from megatron_wrap.nn.experts.products import DeferredGradient, RowEnds, grouped_linear
 from megatron_wrap.nn.kernels.available import has_triton
+from megatron_wrap.platform.megatron_core.first_gradients import replaces_first
 
 _GATE_GAINS: dict[Any, float] = {functional.silu: 1.0, quick_gelu: 1.702}
 """Activation x * sigmoid(gain * x) -> its gain (megatron/core/activations.py)."""
@@ -117,6 +118,8 @@ class GroupedLinear(torch.nn.Module):
         memory = {"dtype": config.params_dtype, "device": device}
         self.weight = torch.nn.Parameter(torch.empty(experts, outputs, inputs, **memory))
         self.bias = torch.nn.Parameter(torch.zeros(experts, outputs, **memory)) if config.add_bias_linear else None
+        if self.accumulate and config.cuda_graph_impl == "none":
+            replaces_first(self.weight)
         # Each rank's shard counts in the gradient norm.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=1 + split_dim, stride=1)
         if self.bias is not None and (split_dim == 0 or tensor == 1):

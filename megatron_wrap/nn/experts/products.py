@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_wrap.nn.kernels.available import has_triton
+from megatron_wrap.platform.megatron_core.first_gradients import takes_first
 
 ALIGNMENT_BYTES = 16
 """Of the rows of a matrix that torch's grouped product reads (aten/src/ATen/native/GroupedMMUtils.h)."""
@@ -55,7 +56,7 @@ def grouped_linear(
         ends: int32 [E] on the same device: 1 + the index of each expert's last row; the last one is R. Nothing here
             waits for its values on a GPU.
         accumulate: add the weights' gradient to `weight.main_grad` (fp32 [E, out, in]) if there is one, without
-            rounding it to the dtype of the rows, instead of returning it.
+            rounding it to the dtype of the rows, instead of returning it; or write it there (`first_gradients.py`).
         deferred: keeps the computation of the weights' gradient, which is then not returned here.
 
     Returns:
@@ -105,10 +106,13 @@ def _weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor, weight: Any, accu
     main_grad = getattr(weight, "main_grad", None) if accumulate else None
     if main_grad is None:
         return _sum_of_products(grad, rows, ends)
+    is_first = takes_first(main_grad)
     if grad.is_cuda and grad.dtype != torch.float32 and has_triton():
         from megatron_wrap.nn.kernels.expert_weight_gradients import add_weight_gradients
 
-        add_weight_gradients(grad, rows, ends, main_grad)
+        add_weight_gradients(grad, rows, ends, main_grad, overwrite=is_first)
+    elif is_first:
+        main_grad.copy_(_sum_of_products(grad, rows, ends))
     else:
         main_grad.add_(_sum_of_products(grad, rows, ends))
     if hasattr(weight, "grad_added_to_main_grad"):

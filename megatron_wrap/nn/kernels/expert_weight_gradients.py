@@ -1,8 +1,8 @@
 """Weight gradients of all experts of a process in Triton, added to an fp32 buffer within the products. Import it only
 where Triton is installed.
 
-A program computes one tile of one expert's gradient over all of the expert's rows and adds it to the buffer once, so
-the gradient is never rounded to half precision.
+A program computes one tile of one expert's gradient over all of the expert's rows, and adds it to the buffer or writes
+it there once, so the gradient is never rounded to half precision.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def _kernel(
     block_in: tl.constexpr,
     block_rows: tl.constexpr,
     group: tl.constexpr,
+    overwrite: tl.constexpr,
 ):
     # Tiles of `group` rows of tiles are computed side by side, so that the second-level cache has their operands.
     expert = tl.program_id(1).to(tl.int64)
@@ -50,14 +51,16 @@ def _kernel(
         sums = tl.dot(tl.trans(left), right, sums)
         grad_pointers += block_rows * outputs
         row_pointers += block_rows * inputs
-    if end > begin:
-        target = total + expert * outputs * inputs + out[:, None].to(tl.int64) * inputs + column[None, :]
-        mask = inside_out[:, None] & inside_in[None, :]
+    target = total + expert * outputs * inputs + out[:, None].to(tl.int64) * inputs + column[None, :]
+    mask = inside_out[:, None] & inside_in[None, :]
+    if overwrite:
+        tl.store(target, sums, mask=mask)  # zeros, if the expert has no row
+    elif end > begin:
         # One program adds to an element, so the sum is reproducible; the memory adds, and the program does not wait.
         tl.atomic_add(target, sums, mask=mask, sem="relaxed")
 
 
-def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, total: Tensor) -> None:
+def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, total: Tensor, overwrite: bool = False) -> None:
     """total[e] += grad_e^T rows_e for the rows of each expert, without rounding the sum to the dtype of the rows.
 
     Args:
@@ -65,8 +68,9 @@ def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, total: Tensor
         rows: [R, in] in the same dtype, contiguous: the layer's input.
         ends: int32 [E]: 1 + the index of each expert's last row.
         total: [E, out, in], contiguous; fp32, or another dtype in which it is then added.
+        overwrite: write the sums over `total`, whatever it contains, as if it were zeros.
     """
     experts, outputs, inputs = total.shape
-    sizes = {"block_out": 128, "block_in": 256, "block_rows": 64, "group": 8}
+    sizes = {"block_out": 128, "block_in": 256, "block_rows": 64, "group": 8, "overwrite": overwrite}
     tiles = triton.cdiv(outputs, sizes["block_out"]) * triton.cdiv(inputs, sizes["block_in"])
     _kernel[(tiles, experts)](grad, rows, ends, total, outputs, inputs, **sizes, num_warps=8, num_stages=4)

@@ -63,6 +63,7 @@ def repair(replacements: Replacements) -> None:
     _restore_padding_of_buckets(replacements)
     reader = importlib.import_module("megatron_wrap.platform.megatron_core.checkpoint_reader")  # it imports torch
     reader.use_in_megatron(replacements)
+    importlib.import_module("megatron_wrap.platform.megatron_core.first_gradients").use_in_megatron(replacements)
     for text, logger in _NOISE.items():
         hide_log_messages(logger, text, replacements)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):

@@ -1,0 +1,115 @@
+"""Gradients that are written over those of the step before, instead of being added to a buffer that was set to zero.
+
+Megatron-Core's DistributedDataParallel sets its gradient buffers to zero before each step, and each micro-batch reads
+them and adds to them. For a weight that `replaces_first`, its part of the buffer is only marked: the first product of
+the step is written over it, which saves two passes over the memory. Whatever else comes first sets the part to zero: a
+gradient that autograd returns, or the reduction over ranks if the weight had none.
+
+Transformer Engine's layers do likewise for weights with `overwrite_main_grad`, but read it in the forward pass: with
+several forward passes before the first backward pass, as in pipelines, each would overwrite the one before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_wrap.platform.megatron_core.replacements import Replacements
+
+_REPLACES, _STALE = "_replaces_first_gradient", "_has_gradient_of_last_step"
+
+
+def replaces_first(weight: Any) -> None:
+    """Let the first gradient of a step replace the weight's `main_grad`. Whatever adds to `main_grad`, other than
+    DistributedDataParallel, must ask `takes_first` or call `zero_if_stale` before.
+
+    Not for a weight whose gradient is computed in a CUDA graph, which would write or add in each of its replays.
+    """
+    setattr(weight, _REPLACES, True)
+
+
+def takes_first(main_grad: Tensor) -> bool:
+    """Whether the caller, which has a gradient, must write it over `main_grad` instead of adding it. The gradients that
+    follow in this step are added."""
+    is_stale: bool = getattr(main_grad, _STALE, False)
+    if is_stale:
+        setattr(main_grad, _STALE, False)
+    return is_stale
+
+
+def zero_if_stale(main_grad: Tensor) -> None:
+    """Set to zero what is left from an earlier step."""
+    if takes_first(main_grad):
+        main_grad.zero_()
+
+
+def zero_stale(parameters: Iterable[Any]) -> None:
+    """`zero_if_stale` of all parameters; the gradients of those without one in this step are 0."""
+    for parameter in parameters:
+        if getattr(parameter, _REPLACES, False) and hasattr(parameter, "main_grad"):
+            zero_if_stale(parameter.main_grad)
+
+
+def use_in_megatron(replacements: Replacements) -> None:
+    """Make the gradient buffers of DistributedDataParallel do so."""
+    module = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    wrapper = importlib.import_module("megatron.core.distributed.distributed_data_parallel").DistributedDataParallel
+    buffer, group = module._ParamAndGradBuffer, module._ParamAndGradBucketGroup
+    reset, reduce, make_hook = buffer.reset, group.start_grad_sync, wrapper._make_backward_post_hook
+
+    @functools.wraps(reset)
+    def reset_others(self: Any) -> None:
+        parts = list(_replaced_parts(self))
+        if not parts:
+            reset(self)
+            return
+        for other in _others(self.grad_data, parts):
+            other.zero_()
+        for part in parts:
+            setattr(part, _STALE, True)
+
+    @functools.wraps(reduce)
+    def reduce_complete(self: Any, *arguments: Any, **named: Any) -> Any:
+        zero_stale(self.params)
+        return reduce(self, *arguments, **named)
+
+    @functools.wraps(make_hook)
+    def make_hook_of_complete(self: Any, parameter: Any) -> Any:
+        hook = make_hook(self, parameter)
+
+        def add_to_complete(*arguments: Any) -> None:
+            zero_stale((parameter,))
+            hook(*arguments)
+
+        return add_to_complete
+
+    replacements.set(buffer, "reset", reset_others)
+    replacements.set(group, "start_grad_sync", reduce_complete)
+    replacements.set(wrapper, "_make_backward_post_hook", make_hook_of_complete)
+
+
+def _replaced_parts(buffer: Any) -> Iterator[Tensor]:
+    """The parts of a buffer whose first gradient is written over them; none if 0.19 has gradients outside of it, which
+    only its own function sets to zero."""
+    if getattr(buffer, "extra_main_grads", None):
+        return
+    memory = buffer.grad_data.untyped_storage().data_ptr()
+    for parameter in buffer.params:
+        if getattr(parameter, _REPLACES, False) and parameter.main_grad.untyped_storage().data_ptr() == memory:
+            yield parameter.main_grad
+
+
+def _others(whole: Tensor, parts: list[Tensor]) -> Iterator[Tensor]:
+    """What is left of a flat tensor without contiguous parts of it."""
+    end = 0
+    for part in sorted(parts, key=lambda part: part.storage_offset()):
+        begin = int(part.storage_offset() - whole.storage_offset())
+        if begin > end:
+            yield whole[end:begin]
+        end = begin + part.numel()
+    if end < whole.numel():
+        yield whole[end:]
