@@ -8,8 +8,7 @@ stored in the dtype of the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,234 +22,178 @@ _CONVOLVED = 3
 """Parts with a convolution: queries, keys, values."""
 
 
+class _Columns(NamedTuple):
+    """The columns of a head that one launch processes, and the block of them and of tokens that a program does."""
+
+    row_width: int
+    """Of a head in the rows, all parts together."""
+    channels: int
+    """Of a head in the weight: the convolved parts together."""
+    first: int
+    width: int
+    taps: int
+    """0: the part is copied."""
+    packed: bool
+    block_tokens: int
+    block_columns: int
+
+
 @triton.jit
-def _taps(x, weight, token, start, column_inside, stride, taps: tl.constexpr):
-    # The convolution at each token; `x` points at a row's channels, `weight` at the first tap of each channel
-    total = tl.zeros([token.shape[0], column_inside.shape[0]], dtype=tl.float32)
+def _block(columns: tl.constexpr):
+    # The row, the head, the tokens and the columns of the part that this program processes
+    blocks: tl.constexpr = (columns.width + columns.block_columns - 1) // columns.block_columns
+    token = tl.program_id(0) * columns.block_tokens + tl.arange(0, columns.block_tokens)
+    column = (tl.program_id(1) % blocks) * columns.block_columns + tl.arange(0, columns.block_columns)
+    return tl.program_id(2).to(tl.int64), tl.program_id(1) // blocks, token, column
+
+
+@triton.jit
+def _head_of_row(rows, row, head, heads, columns: tl.constexpr):
+    # Points at the part's first column in the row's first token; `rows` are [s, b, heads, row_width]
+    return rows + row * (heads * columns.row_width) + head * columns.row_width + columns.first
+
+
+@triton.jit
+def _token_stride(heads, columns: tl.constexpr):
+    # Of the rows, whose tokens contain a row for each program on the grid's last axis
+    return tl.num_programs(2) * (heads * columns.row_width)
+
+
+@triton.jit
+def _in_part(row, token, tokens, head, heads, column, columns: tl.constexpr):
+    # Offsets into a contiguous [b, s, heads, width]
+    return ((row * tokens + token) * heads + head)[:, None] * columns.width + column[None, :]
+
+
+@triton.jit
+def _first_seen(starts, token, tokens, columns: tl.constexpr):
+    # The first token that each one sees, none for those after the row
+    start = tl.zeros_like(token)
+    if columns.packed:
+        start = tl.load(starts + token, mask=token < tokens, other=0)
+    return tl.where(token < tokens, start, token + 1)
+
+
+@triton.jit
+def _taps(source, weight, token, start, inside, stride, taps: tl.constexpr):
+    # The convolution at each token; `source` points at a row's channels, `weight` at the first tap of each channel
+    total = tl.zeros([token.shape[0], inside.shape[0]], dtype=tl.float32)
     for tap in tl.static_range(taps):
         earlier = token - (taps - 1) + tap
-        seen = (earlier >= start)[:, None] & column_inside[None, :]
-        value = tl.load(x[None, :] + earlier[:, None].to(tl.int64) * stride, mask=seen, other=0.0).to(tl.float32)
-        factor = tl.load(weight + tap, mask=column_inside, other=0.0).to(tl.float32)
-        total += value * factor[None, :]
+        seen = (earlier >= start)[:, None] & inside[None, :]
+        value = tl.load(source[None, :] + earlier[:, None].to(tl.int64) * stride, mask=seen, other=0.0)
+        factor = tl.load(weight + tap, mask=inside, other=0.0).to(tl.float32)
+        total += value.to(tl.float32) * factor[None, :]
     return total
 
 
 @triton.jit
-def _forward_kernel(
-    x,
-    weight,
-    starts,
-    y,
-    tokens,
-    heads,
-    token_stride,
-    row_stride,
-    head_stride: tl.constexpr,
-    channels: tl.constexpr,
-    first: tl.constexpr,
-    width: tl.constexpr,
-    taps: tl.constexpr,
-    packed: tl.constexpr,
-    block_tokens: tl.constexpr,
-    block_columns: tl.constexpr,
-):
-    blocks: tl.constexpr = (width + block_columns - 1) // block_columns
-    head, row = tl.program_id(1) // blocks, tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
-    column = (tl.program_id(1) % blocks) * block_columns + tl.arange(0, block_columns)
-    inside, column_inside = token < tokens, column < width
-    start = tl.zeros([block_tokens], dtype=tl.int32)
-    if packed:
-        start = tl.load(starts + token, mask=inside, other=0)
-    start = tl.where(inside, start, token + 1)  # tokens after the row see nothing
-    source = x + row * row_stride + head * head_stride + first + column
-    total = _taps(
-        source, weight + (head * channels + first + column) * taps, token, start, column_inside, token_stride, taps
-    )
+def _forward_kernel(x, weight, starts, y, tokens, heads, columns: tl.constexpr):
+    row, head, token, column = _block(columns)
+    inside, start = column < columns.width, _first_seen(starts, token, tokens, columns)
+    source = _head_of_row(x, row, head, heads, columns) + column
+    weight += (head * columns.channels + columns.first + column) * columns.taps
+    total = _taps(source, weight, token, start, inside, _token_stride(heads, columns), columns.taps)
     value = total * tl.sigmoid(total)
-    target = ((row * tokens + token) * heads + head)[:, None] * width + column[None, :]
-    tl.store(y + target, value.to(y.dtype.element_ty), mask=inside[:, None] & column_inside[None, :])
+    target = y + _in_part(row, token, tokens, head, heads, column, columns)
+    tl.store(target, value.to(y.dtype.element_ty), mask=(token < tokens)[:, None] & inside[None, :])
 
 
 @triton.jit
-def _inner_gradient_kernel(
-    x,
-    weight,
-    starts,
-    grad_y,
-    inner,
-    grad_weight,
-    tokens,
-    heads,
-    token_stride,
-    row_stride,
-    head_stride: tl.constexpr,
-    channels: tl.constexpr,
-    first: tl.constexpr,
-    width: tl.constexpr,
-    taps: tl.constexpr,
-    packed: tl.constexpr,
-    block_tokens: tl.constexpr,
-    block_columns: tl.constexpr,
-):
+def _inner_gradient_kernel(x, weight, starts, grad_y, inner, grad_weight, tokens, heads, columns: tl.constexpr):
     # The gradient before SiLU, and of the weight a part for each block of tokens
-    blocks: tl.constexpr = (width + block_columns - 1) // block_columns
-    head, row = tl.program_id(1) // blocks, tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
-    column = (tl.program_id(1) % blocks) * block_columns + tl.arange(0, block_columns)
-    inside, column_inside = token < tokens, column < width
-    start = tl.zeros([block_tokens], dtype=tl.int32)
-    if packed:
-        start = tl.load(starts + token, mask=inside, other=0)
-    start = tl.where(inside, start, token + 1)
-    source = x + row * row_stride + head * head_stride + first + column
-    channel = (head * channels + first + column) * taps
-    before = _taps(source, weight + channel, token, start, column_inside, token_stride, taps)
-    index = ((row * tokens + token) * heads + head)[:, None] * width + column[None, :]
-    both = inside[:, None] & column_inside[None, :]
+    taps: tl.constexpr = columns.taps
+    row, head, token, column = _block(columns)
+    inside, start = column < columns.width, _first_seen(starts, token, tokens, columns)
+    source = _head_of_row(x, row, head, heads, columns) + column
+    weight += (head * columns.channels + columns.first + column) * taps
+    before = _taps(source, weight, token, start, inside, _token_stride(heads, columns), taps)
+    index = _in_part(row, token, tokens, head, heads, column, columns)
+    both = (token < tokens)[:, None] & inside[None, :]
     grad = tl.load(grad_y + index, mask=both, other=0.0).to(tl.float32)
     gate = tl.sigmoid(before)
     grad *= gate * (1.0 + before * (1.0 - gate))
     tl.store(inner + index, grad.to(inner.dtype.element_ty), mask=both)
-    part = grad_weight + (row * tl.num_programs(0) + tl.program_id(0)) * taps * heads * channels
+    program = row * tl.num_programs(0) + tl.program_id(0)
+    grad_weight += program * taps * heads * columns.channels + columns.first + column
     for tap in tl.static_range(taps):
         earlier = token - (taps - 1) + tap
-        seen = (earlier >= start)[:, None] & column_inside[None, :]
-        value = tl.load(source[None, :] + earlier[:, None].to(tl.int64) * token_stride, mask=seen, other=0.0)
+        seen = (earlier >= start)[:, None] & inside[None, :]
+        offset = earlier[:, None].to(tl.int64) * _token_stride(heads, columns)
+        value = tl.load(source[None, :] + offset, mask=seen, other=0.0)
         added = tl.sum(grad * value.to(tl.float32), axis=0)
-        tl.store(part + (tap * heads + head) * channels + first + column, added, mask=column_inside)
+        tl.store(grad_weight + (tap * heads + head) * columns.channels, added, mask=inside)
 
 
 @triton.jit
-def _input_gradient_kernel(
-    weight,
-    starts,
-    inner,
-    grad_x,
-    tokens,
-    heads,
-    token_stride,
-    row_stride,
-    head_stride: tl.constexpr,
-    channels: tl.constexpr,
-    first: tl.constexpr,
-    width: tl.constexpr,
-    taps: tl.constexpr,
-    packed: tl.constexpr,
-    block_tokens: tl.constexpr,
-    block_columns: tl.constexpr,
-):
-    blocks: tl.constexpr = (width + block_columns - 1) // block_columns
-    head, row = tl.program_id(1) // blocks, tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
-    column = (tl.program_id(1) % blocks) * block_columns + tl.arange(0, block_columns)
-    column_inside = column < width
-    taps_of_channels = weight + (head * channels + first + column) * taps
-    total = tl.zeros([block_tokens, block_columns], dtype=tl.float32)
-    for ahead in tl.static_range(taps):  # the token `ahead` positions later sees this one by tap `taps - 1 - ahead`
+def _input_gradient_kernel(weight, starts, inner, grad_x, tokens, heads, columns: tl.constexpr):
+    taps: tl.constexpr = columns.taps
+    row, head, token, column = _block(columns)
+    inside = column < columns.width
+    weight += (head * columns.channels + columns.first + column) * taps
+    total = tl.zeros([token.shape[0], column.shape[0]], dtype=tl.float32)
+    for ahead in tl.static_range(taps):  # sees this token by tap `taps - 1 - ahead`
         later = token + ahead
         sees = later < tokens
-        if packed:
+        if columns.packed:
             sees = sees & (tl.load(starts + later, mask=sees, other=0) <= token)
-        index = ((row * tokens + later) * heads + head)[:, None] * width + column[None, :]
-        grad = tl.load(inner + index, mask=sees[:, None] & column_inside[None, :], other=0.0).to(tl.float32)
-        factor = tl.load(taps_of_channels + (taps - 1 - ahead), mask=column_inside, other=0.0).to(tl.float32)
+        index = _in_part(row, later, tokens, head, heads, column, columns)
+        grad = tl.load(inner + index, mask=sees[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        factor = tl.load(weight + (taps - 1 - ahead), mask=inside, other=0.0).to(tl.float32)
         total += grad * factor[None, :]
-    target = grad_x + row * row_stride + head * head_stride + first + column
-    target = target[None, :] + token[:, None].to(tl.int64) * token_stride
-    tl.store(target, total.to(grad_x.dtype.element_ty), mask=(token < tokens)[:, None] & column_inside[None, :])
+    target = (_head_of_row(grad_x, row, head, heads, columns) + column)[None, :]
+    target += token[:, None].to(tl.int64) * _token_stride(heads, columns)
+    tl.store(target, total.to(grad_x.dtype.element_ty), mask=(token < tokens)[:, None] & inside[None, :])
 
 
 @triton.jit
-def _copy_kernel(
-    rows,
-    part,
-    tokens,
-    heads,
-    token_stride,
-    row_stride,
-    head_stride: tl.constexpr,
-    first: tl.constexpr,
-    width: tl.constexpr,
-    from_rows: tl.constexpr,
-    block_tokens: tl.constexpr,
-    block_columns: tl.constexpr,
-):
-    blocks: tl.constexpr = (width + block_columns - 1) // block_columns
-    head, row = tl.program_id(1) // blocks, tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
-    column = (tl.program_id(1) % blocks) * block_columns + tl.arange(0, block_columns)
-    inside = (token < tokens)[:, None] & (column < width)[None, :]
-    in_rows = rows + row * row_stride + head * head_stride + first
-    in_rows = in_rows + token[:, None].to(tl.int64) * token_stride + column[None, :]
-    in_part = part + ((row * tokens + token) * heads + head)[:, None] * width + column[None, :]
+def _copy_kernel(rows, part, tokens, heads, columns: tl.constexpr, from_rows: tl.constexpr):
+    row, head, token, column = _block(columns)
+    inside = (token < tokens)[:, None] & (column < columns.width)[None, :]
+    in_rows = _head_of_row(rows, row, head, heads, columns)
+    in_rows += token[:, None].to(tl.int64) * _token_stride(heads, columns) + column[None, :]
+    in_part = part + _in_part(row, token, tokens, head, heads, column, columns)
     if from_rows:
         tl.store(in_part, tl.load(in_rows, mask=inside), mask=inside)
     else:
         tl.store(in_rows, tl.load(in_part, mask=inside), mask=inside)
 
 
-def _blocks(width: int) -> dict[str, int]:
-    columns = min(_COLUMNS, triton.next_power_of_2(width))
-    return {"block_tokens": _ELEMENTS // columns, "block_columns": columns, "num_warps": 4}
-
-
-def _grid(rows: Tensor, width: int, blocks: dict[str, int]) -> tuple[int, int, int]:
-    tokens, batch, heads = rows.shape[:3]
-    return (
-        triton.cdiv(tokens, blocks["block_tokens"]),
-        heads * triton.cdiv(width, blocks["block_columns"]),
-        batch,
-    )
-
-
-def _ranges(widths: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    first = 0
-    for width in widths:
-        yield first, width
+def _columns_of_parts(widths: tuple[int, ...], taps: int, packed: bool) -> list[_Columns]:
+    """The convolved parts have the same blocks, so that each program writes to the gradients of all their weights."""
+    convolved, result, first = widths[:_CONVOLVED], [], 0
+    for index, width in enumerate(widths):
+        is_convolved = index < _CONVOLVED
+        block_columns = min(_COLUMNS, triton.next_power_of_2(max(convolved) if is_convolved else width))
+        inputs = (taps, packed) if is_convolved else (0, False)
+        result.append(
+            _Columns(sum(widths), sum(convolved), first, width, *inputs, _ELEMENTS // block_columns, block_columns)
+        )
         first += width
+    return result
 
 
-def _copy(rows: Tensor, part: Tensor, first: int, from_rows: bool) -> None:
-    """Between columns of the rows, [s, b, heads, W], and a contiguous [b, s, heads, width]."""
-    width = part.shape[-1]
-    blocks = _blocks(width)
-    _copy_kernel[_grid(rows, width, blocks)](
-        *(rows, part, rows.shape[0], rows.shape[2], rows.stride(0), rows.stride(1)),
-        head_stride=rows.stride(2),
-        first=first,
-        width=width,
-        from_rows=from_rows,
-        **blocks,
-    )
+def _grid(rows: Tensor, columns: _Columns) -> tuple[int, int, int]:
+    tokens, batch, heads = rows.shape[:3]
+    blocks = triton.cdiv(columns.width, columns.block_columns)
+    return triton.cdiv(tokens, columns.block_tokens), heads * blocks, batch
 
 
 class _ConvolvedHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, starts: Tensor | None, widths: tuple[int, ...]) -> Any:
         tokens, batch, heads = rows.shape[:3]
-        parts = []
-        for index, (first, width) in enumerate(_ranges(widths)):
-            part = rows.new_empty(batch, tokens, heads, width)
-            parts.append(part)
-            if index >= _CONVOLVED:
-                _copy(rows, part, first, from_rows=True)
-                continue
-            blocks = _blocks(width)
-            _forward_kernel[_grid(rows, width, blocks)](
-                *(rows, weight, starts if starts is not None else weight, part, tokens, heads),
-                *(rows.stride(0), rows.stride(1)),
-                head_stride=rows.stride(2),
-                channels=sum(widths[:_CONVOLVED]),
-                first=first,
-                width=width,
-                taps=weight.shape[1],
-                packed=starts is not None,
-                **blocks,
-            )
+        ctx.columns = _columns_of_parts(widths, weight.shape[1], starts is not None)
         ctx.save_for_backward(rows, weight, starts)
-        ctx.widths = widths
+        positions = starts if starts is not None else weight
+        parts = []
+        for columns in ctx.columns:
+            part, grid = rows.new_empty(batch, tokens, heads, columns.width), _grid(rows, columns)
+            if columns.taps:
+                _forward_kernel[grid](rows, weight, positions, part, tokens, heads, columns, num_warps=4)
+            else:
+                _copy_kernel[grid](rows, part, tokens, heads, columns, from_rows=True, num_warps=4)
+            parts.append(part)
         return tuple(parts)
 
     @staticmethod
@@ -259,35 +202,18 @@ class _ConvolvedHeads(torch.autograd.Function):
         rows, weight, starts = ctx.saved_tensors
         tokens, batch, heads = rows.shape[:3]
         grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        blocks = _blocks(max(ctx.widths[:_CONVOLVED]))
-        programs = triton.cdiv(tokens, blocks["block_tokens"]) * batch
+        programs = triton.cdiv(tokens, ctx.columns[0].block_tokens) * batch
         grad_weight = torch.empty(programs, *weight.T.shape, dtype=torch.float32, device=rows.device)
         positions = starts if starts is not None else weight
-        for index, (first, width) in enumerate(_ranges(ctx.widths)):
-            grad_part = grad_parts[index].contiguous()
-            if index >= _CONVOLVED:
-                _copy(grad_rows, grad_part, first, from_rows=False)
+        for columns, grad_part in zip(ctx.columns, grad_parts, strict=True):
+            grad_part, grid = grad_part.contiguous(), _grid(rows, columns)
+            shape = (tokens, heads, columns)
+            if not columns.taps:
+                _copy_kernel[grid](grad_rows, grad_part, *shape, from_rows=False, num_warps=4)
                 continue
-            shape: dict[str, Any] = {
-                "channels": sum(ctx.widths[:_CONVOLVED]),
-                "first": first,
-                "width": width,
-                "taps": weight.shape[1],
-                "packed": starts is not None,
-                **blocks,
-            }
-            inner, grid = torch.empty_like(grad_part), _grid(rows, width, blocks)
-            _inner_gradient_kernel[grid](
-                *(rows, weight, positions, grad_part, inner, grad_weight, tokens, heads),
-                *(rows.stride(0), rows.stride(1)),
-                head_stride=rows.stride(2),
-                **shape,
-            )
-            _input_gradient_kernel[grid](
-                *(weight, positions, inner, grad_rows, tokens, heads, grad_rows.stride(0), grad_rows.stride(1)),
-                head_stride=grad_rows.stride(2),
-                **shape,
-            )
+            inner = torch.empty_like(grad_part)
+            _inner_gradient_kernel[grid](rows, weight, positions, grad_part, inner, grad_weight, *shape, num_warps=4)
+            _input_gradient_kernel[grid](weight, positions, inner, grad_rows, *shape, num_warps=4)
         return grad_rows, grad_weight.sum(dim=0).T.to(weight.dtype), None, None
 
 
