@@ -138,3 +138,10 @@ def in_scratch(main: Callable[[Path], int]) -> int:
     """Call `main` with a folder that is removed afterwards, on the disk of TMPDIR."""
     with tempfile.TemporaryDirectory(prefix="drill-") as scratch:
         return main(Path(scratch))
+
+
+def main(description: str, names: Sequence[str], trials: str, worker: Worker, outcomes: Sequence[str]) -> int:
+    """The command of a drill whose trials have these names: performs the first `--count` of them, prints their table
+    and returns the exit status; `trials` is the option's help."""
+    arguments = parser(description, len(names), trials).parse_args()
+    return in_scratch(lambda scratch: report(run(arguments, names[: arguments.count], worker, scratch), outcomes))

@@ -23,9 +23,7 @@ import _bad_step_runs as bad
 import _trials
 from _checkpoint_runs import DISTRIBUTED, OVERLAP
 from _engine_runs import options
-
-from megatron_wrap.testing.pools import import_for_ranks
-from megatron_wrap.testing.ranks import RankPool
+from _rank_pools import RankPools
 
 LAYOUTS = {
     "one": (1, ()),
@@ -112,40 +110,27 @@ def of_rollback(run: Callable[..., list[Any]], overrides: Sequence[str], folder:
 @contextlib.contextmanager
 def worker(folder: Path) -> Iterator[Callable[[str], _trials.Result]]:
     """Performs trials on pools of ranks of its own."""
-    import_for_ranks()
-    os.chdir(folder)
-    pools: dict[int, RankPool] = {}
+    with RankPools() as pools:
+        os.chdir(folder)
 
-    def trial(name: str) -> _trials.Result:
-        layout, _, case = name.partition(": ")
-        ranks, overrides = LAYOUTS[layout]
-        pool = pools.pop(ranks, None) or RankPool(ranks, timeout_seconds=120)  # an error closes it
-        policy, _, kind = case.partition(" ")
-        if case == "stop spike":
-            wrong = of_spike(pool.run, layout, overrides)
-        elif policy == "stop":
-            wrong = of_stop(pool.run, layout, overrides, kind)
-        elif policy == "skip":
-            wrong = of_skip(pool.run, overrides)
-        else:
-            wrong = of_rollback(pool.run, overrides, folder / "rollback")
-            shutil.rmtree(folder / "rollback")
-        pools[ranks] = pool
-        return {"kind": case, "outcome": _trials.WRONG if wrong else RIGHT, "detail": "; ".join(wrong)}
+        def trial(name: str) -> _trials.Result:
+            layout, _, case = name.partition(": ")
+            ranks, overrides = LAYOUTS[layout]
+            policy, _, kind = case.partition(" ")
+            with pools.of(ranks) as pool:
+                if case == "stop spike":
+                    wrong = of_spike(pool.run, layout, overrides)
+                elif policy == "stop":
+                    wrong = of_stop(pool.run, layout, overrides, kind)
+                elif policy == "skip":
+                    wrong = of_skip(pool.run, overrides)
+                else:
+                    wrong = of_rollback(pool.run, overrides, folder / "rollback")
+                    shutil.rmtree(folder / "rollback")
+            return {"kind": case, "outcome": _trials.WRONG if wrong else RIGHT, "detail": "; ".join(wrong)}
 
-    try:
         yield trial
-    finally:
-        for pool in pools.values():
-            pool.close()
-
-
-def main(scratch: Path) -> int:
-    """Run the trials and print their table."""
-    parser = _trials.parser(__doc__ or "", len(TRIALS), "cases on layouts, of 66")
-    arguments = parser.parse_args()
-    return _trials.report(_trials.run(arguments, TRIALS[: arguments.count], worker, scratch), [RIGHT])
 
 
 if __name__ == "__main__":
-    sys.exit(_trials.in_scratch(main))
+    sys.exit(_trials.main(__doc__ or "", TRIALS, "cases on layouts, of 66", worker, [RIGHT]))

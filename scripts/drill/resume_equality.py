@@ -23,9 +23,9 @@ import _dpo_runs
 import _grpo_runs
 import _indexed_runs
 import _trials
+from _rank_pools import RankPools
 
 from megatron_wrap.checkpoint.files.store import CheckpointStore
-from megatron_wrap.testing.pools import import_for_ranks
 from megatron_wrap.testing.ranks import RankPool
 
 STEPS = 12
@@ -87,49 +87,42 @@ def train(folder: str, flow: str, overrides: tuple[str, ...], saves: bool) -> li
 @contextlib.contextmanager
 def worker(folder: Path) -> Iterator[Callable[[str], _trials.Result]]:
     """Performs trials on pools of ranks of its own."""
-    import_for_ranks()
-    documents = _indexed_runs.write_prefix(folder / "documents", 200, seed=3)
-    pools: dict[int, RankPool] = {}
+    with RankPools() as pools:
+        documents = _indexed_runs.write_prefix(folder / "documents", 200, seed=3)
 
-    def trial(name: str) -> _trials.Result:
-        flow, layout = name.split()
-        ranks, overrides = LAYOUTS[layout]
-        if flow == "experts" and layout == "dp2-distributed":
-            overrides = (*overrides, f"{runs.PARALLEL}.expert_model_parallel_size=2")
-        overrides = (*COMMON, *FLOWS[flow], *COMMON, *overrides)
-        if flow == "pretraining":
-            overrides = (*overrides, *_indexed_runs.keys_of(documents))
-        whole, begun = folder / "whole", folder / "begun"
-        for path in (whole, begun):  # of a trial that failed
-            shutil.rmtree(path, ignore_errors=True)
-        pool = pools.pop(ranks, None) or RankPool(ranks, timeout_seconds=120)  # an error closes it
-        unbroken = pool.run(train, str(whole), flow, overrides, True)
-        wrong = [] if len(unbroken[0]) == STEPS + 1 else [f"the unbroken run took {len(unbroken[0]) - 1} steps"]
-        for step in range(1, STEPS):
-            others = {CheckpointStore(whole).folder_of(other).name for other in range(1, STEPS + 1) if other != step}
-            shutil.copytree(whole, begun, ignore=shutil.ignore_patterns(*others))
-            (begun / "latest_checkpointed_iteration.txt").write_text(str(step))
-            resumed = pool.run(train, str(begun), flow, overrides, False)
-            shutil.rmtree(begun)
-            for rank, (actual, expected) in enumerate(zip(resumed, unbroken, strict=True)):
-                if [actual[0][0], *actual[1:]] != [expected[step][0], *expected[step + 1 :]]:
-                    wrong.append(f"resumed after step {step}, rank {rank} differs")
-        pools[ranks] = pool
-        return {"kind": flow, "outcome": DIFFERENT if wrong else SAME, "detail": "; ".join(wrong)}
+        def trial(name: str) -> _trials.Result:
+            flow, layout = name.split()
+            ranks, overrides = LAYOUTS[layout]
+            if flow == "experts" and layout == "dp2-distributed":
+                overrides = (*overrides, f"{runs.PARALLEL}.expert_model_parallel_size=2")
+            overrides = (*COMMON, *FLOWS[flow], *COMMON, *overrides)
+            if flow == "pretraining":
+                overrides = (*overrides, *_indexed_runs.keys_of(documents))
+            with pools.of(ranks) as pool:
+                wrong = differences(pool, folder, flow, overrides)
+            return {"kind": flow, "outcome": DIFFERENT if wrong else SAME, "detail": "; ".join(wrong)}
 
-    try:
         yield trial
-    finally:
-        for pool in pools.values():
-            pool.close()
 
 
-def main(scratch: Path) -> int:
-    """Run the trials and print their table."""
-    parser = _trials.parser(__doc__ or "", len(TRIALS), "kinds of runs on layouts, of thirty")
-    arguments = parser.parse_args()
-    return _trials.report(_trials.run(arguments, TRIALS[: arguments.count], worker, scratch), [SAME])
+def differences(pool: RankPool, folder: Path, flow: str, overrides: tuple[str, ...]) -> list[str]:
+    """Where the runs that begin at each checkpoint of the unbroken run differ from it."""
+    whole, begun = folder / "whole", folder / "begun"
+    for path in (whole, begun):
+        shutil.rmtree(path, ignore_errors=True)  # of the trial before
+    unbroken = pool.run(train, str(whole), flow, overrides, True)
+    wrong = [] if len(unbroken[0]) == STEPS + 1 else [f"the unbroken run took {len(unbroken[0]) - 1} steps"]
+    for step in range(1, STEPS):
+        others = {CheckpointStore(whole).folder_of(other).name for other in range(1, STEPS + 1) if other != step}
+        shutil.copytree(whole, begun, ignore=shutil.ignore_patterns(*others))
+        (begun / "latest_checkpointed_iteration.txt").write_text(str(step))
+        resumed = pool.run(train, str(begun), flow, overrides, False)
+        shutil.rmtree(begun)
+        for rank, (actual, expected) in enumerate(zip(resumed, unbroken, strict=True)):
+            if [actual[0][0], *actual[1:]] != [expected[step][0], *expected[step + 1 :]]:
+                wrong.append(f"resumed after step {step}, rank {rank} differs")
+    return wrong
 
 
 if __name__ == "__main__":
-    sys.exit(_trials.in_scratch(main))
+    sys.exit(_trials.main(__doc__ or "", TRIALS, "kinds of runs on layouts, of thirty", worker, [SAME]))
