@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_wrap.parallel import context
+from megatron_wrap.parallel.peer_memory import peer_memory
 
 
 class _SumOnGroup(torch.autograd.Function):
@@ -131,10 +132,16 @@ def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
 
 def gathering(share: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     """Begin to gather the ranks' shares (same shape on each) along the first dimension; call the result to wait for
-    them. Without autograd."""
-    shares = share.contiguous()
-    whole = shares.new_empty((group.size() * shares.shape[0], *shares.shape[1:]))
-    work = dist.all_gather_into_tensor(whole, shares, group=group, async_op=True)
+    them. They are valid until the group's next gathering begins. Without autograd."""
+    share = share.contiguous()
+    memory = peer_memory(group, share)
+    if memory is not None:
+        exchange = memory.exchange("gathered", tuple(share.shape), share.dtype)
+        for offset in range(1, group.size() + 1):
+            exchange.send(share, (group.rank() + offset) % group.size(), produced=False)
+        return lambda: exchange.finish().flatten(0, 1)
+    whole = share.new_empty((group.size() * share.shape[0], *share.shape[1:]))
+    work = dist.all_gather_into_tensor(whole, share, group=group, async_op=True)
 
     def wait() -> Tensor:
         work.wait()
@@ -143,84 +150,34 @@ def gathering(share: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     return wait
 
 
-def scattering(rows: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to sum `rows` (same shape on each rank) over the ranks, each of which gets its share along the first
-    dimension; call the result to wait for it. Without autograd."""
-    rows = rows.contiguous()
-    share = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
-    work = dist.reduce_scatter_tensor(share, rows, group=group, async_op=True)
+class ExchangeOfShares:
+    """Tensors of one shape, one from each rank of a group to each other; collective, without autograd. On GPUs of one
+    host their copy engines move them."""
 
-    def wait() -> Tensor:
-        work.wait()
-        return share
+    def __init__(self, shape: tuple[int, ...], like: Tensor, group: ProcessGroup) -> None:
+        """Begin to exchange tensors of `shape`, with the dtype and device of `like`."""
+        memory = peer_memory(group, like)
+        self._group = group
+        self._peers = None if memory is None else memory.exchange("shares", shape, like.dtype)
+        self._received = [] if memory is not None else [like.new_empty(shape) for _ in range(1, group.size())]
+        self._transfers: list[tuple[Callable[[], None], Tensor]] = []  # with what they send, which must not be freed
 
-    return wait
+    def send(self, tensor: Tensor, offset: int) -> None:
+        """Begin to send a contiguous tensor to the rank that comes `offset` (from 1, in this order) after this one."""
+        if self._peers is None:
+            finish = _start_transfer(tensor, self._received[offset - 1], self._group, offset)
+            self._transfers.append((finish, tensor))
+        else:
+            self._peers.send(tensor, (self._group.rank() + offset) % self._group.size())
 
-
-def gather_product(
-    share: Tensor, matrix: Tensor, group: ProcessGroup, meanwhile: Callable[[slice], object] | None = None
-) -> tuple[Tensor, Tensor]:
-    """The ranks' shares, gathered along the first dimension, and their product with a matrix. The rank's own share is
-    multiplied while the others arrive.
-
-    Args:
-        share: [S / ranks, ..., K], the same shape on each rank.
-        matrix: [K, N], of this rank.
-        meanwhile: called with the rows of the own share after its product, before the wait for the others.
-
-    Returns:
-        [S, ..., K] and [S, ..., N]; without autograd.
-    """
-    wait = gathering(share, group)
-    products = share.new_empty((group.size() * share.shape[0], *share.shape[1:-1], matrix.shape[1]))
-    own, *others = rows_of_shares(share.shape[0], group)
-    torch.mm(share.flatten(0, -2), matrix, out=products[own].flatten(0, -2))
-    if meanwhile is not None:
-        meanwhile(own)
-    gathered = wait()
-    for rows in others:
-        torch.mm(gathered[rows].flatten(0, -2), matrix, out=products[rows].flatten(0, -2))
-    return gathered, products
-
-
-def rows_of_shares(length: int, group: ProcessGroup) -> list[slice]:
-    """Where the rank's own share of this length is in what `gathering` returns; then the rows before and after it,
-    where there are any."""
-    start, stop, end = (length * number for number in (group.rank(), group.rank() + 1, group.size()))
-    return [slice(start, stop), *(slice(*ends) for ends in ((0, start), (stop, end)) if ends[0] < ends[1])]
-
-
-def product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup, parts: int = 2) -> Tensor:
-    """A rank's share along the first dimension of the sum over ranks of their products. Parts of the others' shares are
-    sent while the next one is computed; those of the rank's own share are computed last, each within the product added
-    to what has arrived for it, while the next ones arrive.
-
-    Args:
-        rows: [S, ..., K], of this rank; the ranks divide S.
-        matrix: [K, N], of this rank.
-        parts: of each share. With one, nothing overlaps with the last transfer.
-
-    Returns:
-        [S / ranks, ..., N]; without autograd.
-    """
-    size, rank = group.size(), group.rank()
-    shares = [share.chunk(parts) for share in rows.contiguous().chunk(size)]
-    shape = (rows.shape[0] // size, *rows.shape[1:-1], matrix.shape[1])
-    received = [rows.new_empty(shape) for _ in range(1, size)]
-    arriving = list(zip(*(tensor.chunk(parts) for tensor in received), strict=True))
-    transfers: list[list[tuple[Callable[[], None], Tensor]]] = []  # with what they send, which they need until they end
-    for part, targets in enumerate(arriving):
-        transfers.append([])
-        for offset, target in enumerate(targets, start=1):
-            sent = shares[(rank + offset) % size][part] @ matrix
-            transfers[-1].append((_start_transfer(sent, target, group, offset), sent))
-    for own, (total, *others), started in zip(shares[rank], arriving, transfers, strict=True):
-        for finish, _ in started:
-            finish()
-        for other in others:
-            total += other
-        total.flatten(0, -2).addmm_(own.flatten(0, -2), matrix)
-    return received[0]
+    def finish(self) -> list[Tensor]:
+        """What the others have sent, when all have; valid until the group's next exchange begins."""
+        if self._peers is None:
+            for finish, _ in self._transfers:
+                finish()
+            return self._received
+        received = self._peers.finish()
+        return [received[rank] for rank in range(self._group.size()) if rank != self._group.rank()]
 
 
 def broadcast(tensor: Tensor, source_rank: int) -> None:

@@ -120,11 +120,14 @@ def destroy_parallel_state() -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
+    from megatron_wrap.parallel import peer_memory
+
     if not mpu.model_parallel_is_initialized():
         return
     values = [value if isinstance(value, list) else [value] for value in vars(mpu).values()]
     groups = {id(item): item for value in values for item in value if isinstance(item, dist.ProcessGroup)}
     forget_router_losses()
+    peer_memory.release()
     mpu.destroy_model_parallel()
     for group in groups.values():
         if group is not dist.group.WORLD:

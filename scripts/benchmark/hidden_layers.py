@@ -1,23 +1,25 @@
 """Linear layers of tensor and sequence parallelism whose communication overlaps with their products (`tp_comm_overlap`
 of torch's layers), beside Megatron-Core's, for sizes of micro-batches and numbers of parts of each share.
 
-    NCCL_NVLS_ENABLE=0 torchrun --nproc_per_node 2 scripts/benchmark/hidden_layers.py [--parts 1 2 4] [--tiny]
+    NCCL_NVLS_ENABLE=0 torchrun --nproc_per_node 2 scripts/benchmark/hidden_layers.py [--tiny]
 
 Prints a RESULT line of rank 0 for each size: milliseconds of forward and backward pass in bf16, with weight gradients
-added in fp32, of the four linear layers of a decoder layer of the 1.5B Llama or of 8B: `core` is Megatron-Core's, a
-number the parts of `product_scatter`. `--tiny` runs small sizes on CPUs, whose times mean nothing.
+added in fp32, of the four linear layers of a decoder layer of the 1.5B Llama or of 8B: `core` is Megatron-Core's,
+`nccl` and `peers` ours with transfers by NCCL and by the copy engines, and the same in `graphs`, without the time of
+Python. `--tiny` runs small sizes on CPUs, whose times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as in a run: kernels begin in the order of their queueing
 
@@ -34,7 +36,6 @@ LAYERS = ("qkv", "proj", "fc1", "fc2")
 def main() -> None:
     """Measure all sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--tiny", action="store_true", help="small sizes on CPUs")
     arguments = parser.parse_args()
     device = torch.device("cpu") if arguments.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -42,38 +43,43 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.distributed.init_process_group("gloo" if arguments.tiny else "nccl")
 
+    from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
     from megatron_wrap.platform import choose_platform
+    from megatron_wrap.platform.megatron_core.kernels import LayerKernels
 
-    choose_platform("cpu" if arguments.tiny else "cuda").install()
+    platform = choose_platform("cpu" if arguments.tiny else "cuda")
+    platform.install()
+    platform.use_kernels(LayerKernels(weight_gradients=WeightGradients))
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
     scale = 64 if arguments.tiny else 1
     for tokens, hidden in SIZES:
         widths = tuple(width // scale for width in WIDTHS[hidden])
-        measure(tokens // scale, hidden // scale, widths, arguments.parts, device)
+        measure(tokens // scale, hidden // scale, widths, device)
     torch.distributed.destroy_process_group()
 
 
-def measure(tokens: int, hidden: int, widths: tuple[int, ...], parts: list[int], device: torch.device) -> None:
+def measure(tokens: int, hidden: int, widths: tuple[int, ...], device: torch.device) -> None:
     """One size."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     from megatron_wrap.nn.linear_layers import hidden_communication as ours
-    from megatron_wrap.parallel.collectives import product_scatter
+    from megatron_wrap.parallel import collectives
 
     theirs = (ColumnParallelLinear, RowParallelLinear)
     classes = (ours.GatheringColumnParallelLinear, ours.ScatteringRowParallelLinear)
     milliseconds: dict[str, dict[str, float]] = {}
-    for kind in ("core", *map(str, parts)):
-        if kind != "core":
-            ours.product_scatter = functools.partial(product_scatter, parts=int(kind))
+    kinds = ("core", "nccl", "peers") if device.type == "cuda" else ("core", "nccl")
+    for kind, graph in ((kind, graph) for graph in (False, device.type == "cuda") for kind in kinds):
+        without = {} if kind == "peers" else {"peer_memory": lambda *_: None}
         column, row = theirs if kind == "core" else classes
-        milliseconds[kind] = {
-            name: round(median_ms(passes(row if number % 2 else column, tokens, hidden, width, device), device), 3)
-            for number, (name, width) in enumerate(zip(LAYERS, widths, strict=True))
-        }
-        milliseconds[kind]["sum"] = round(sum(milliseconds[kind].values()), 3)
+        times = {}
+        with mock.patch.multiple(collectives, **without) if without else contextlib.nullcontext():
+            for number, (name, width) in enumerate(zip(LAYERS, widths, strict=True)):
+                function = passes(row if number % 2 else column, tokens, hidden, width, device)
+                times[name] = round(median_ms(captured(function) if graph else function, device), 3)
+        milliseconds[f"{kind}-graph" if graph else kind] = {**times, "sum": round(sum(times.values()), 3)}
     if torch.distributed.get_rank() == 0:
         print("RESULT", json.dumps({"tokens": tokens, "hidden": hidden, **milliseconds}), flush=True)
 
@@ -109,6 +115,21 @@ def passes(layer: Any, tokens: int, hidden: int, width: int, device: torch.devic
         module(inputs)[0].backward(grad)
 
     return run
+
+
+def captured(function: Callable[[], object]) -> Callable[[], object]:
+    """A function that replays the CUDA graph of a call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        function()
+    return graph.replay
 
 
 def median_ms(function: Callable[[], object], device: torch.device, groups: int = 5, calls: int = 8) -> float:

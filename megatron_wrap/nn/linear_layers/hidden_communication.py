@@ -6,26 +6,22 @@ Megatron-Core, so call `Platform.install` first."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
-from megatron_wrap.parallel.collectives import (
-    gather_product,
-    gathering,
-    product_scatter,
-    rows_of_shares,
-    scattering,
-)
+from megatron_wrap.parallel.collectives import ExchangeOfShares, gathering
 
-_HIDING_COLUMNS = 3000
+_HIDING_COLUMNS = 1700
 """Columns of a row-parallel weight, for each other rank, from which the input's gradient of the own share takes longer
 than the gathering of the others' shares. With s tokens in a share and outputs of h elements, the product with k columns
-has 2 s h k FLOPs and each other share 2 s h bytes: at 600 TFLOP/s and the 190 GB/s at which 32 MiB of another H100 were
-gathered (2026-11-25), k is 3,150."""
+has 2 s h k FLOPs and each other share 2 s h bytes: at 600 TFLOP/s and the 350 GB/s at which 32 MiB of another H100
+arrive (2026-11-26), k is 1,714."""
 
 
 class GatheringColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
@@ -65,15 +61,11 @@ class _GatheredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         share, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
+        grad, group = grads[0].contiguous(), ctx.group
         for_share, for_weight = ctx.needs_input_grad[:2]
-        if not for_weight:
-            return product_scatter(grad, weight, ctx.group) if for_share else None, None, None, None
-        inputs = gathering(share, ctx.group)
-        product = grad @ weight if for_share else None
-        whole = inputs()
-        of_share = None if product is None else scattering(product, ctx.group)
-        of_weight = _weight_gradient(whole, grad, weight, ctx.accumulates)
+        inputs = gathering(share, group) if for_weight else None
+        of_share = start_product_scatter(grad, weight, group) if for_share else None
+        of_weight = None if inputs is None else _weight_gradient(inputs(), grad, weight, ctx.accumulates)
         return None if of_share is None else of_share(), of_weight, None, None
 
 
@@ -84,7 +76,7 @@ class _ScatteredProduct(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, accumulates: bool, group: Any) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.accumulates, ctx.group = accumulates, group
-        return product_scatter(inputs, weight.t(), group)
+        return start_product_scatter(inputs, weight.t(), group)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -103,6 +95,66 @@ class _ScatteredProduct(torch.autograd.Function):
         for rows in rows_of_shares(share.shape[0], group)[1:]:
             WeightGradients.add(inputs[rows], grad[rows], main_grad)
         return of_inputs, _after_accumulation(weight), None, None
+
+
+def gather_product(
+    share: Tensor, matrix: Tensor, group: ProcessGroup, meanwhile: Callable[[slice], object] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The ranks' shares, gathered along the first dimension, and their product with a matrix. The rank's own share is
+    multiplied while the others arrive.
+
+    Args:
+        share: [S / ranks, ..., K], the same shape on each rank.
+        matrix: [K, N], of this rank.
+        meanwhile: called with the rows of the own share after its product, before the wait for the others.
+
+    Returns:
+        [S, ..., K], valid until the group's next gathering begins, and [S, ..., N]; without autograd.
+    """
+    wait = gathering(share, group)
+    products = share.new_empty((group.size() * share.shape[0], *share.shape[1:-1], matrix.shape[1]))
+    own, *others = rows_of_shares(share.shape[0], group)
+    torch.mm(share.flatten(0, -2), matrix, out=products[own].flatten(0, -2))
+    if meanwhile is not None:
+        meanwhile(own)
+    gathered = wait()
+    for rows in others:
+        torch.mm(gathered[rows].flatten(0, -2), matrix, out=products[rows].flatten(0, -2))
+    return gathered, products
+
+
+def rows_of_shares(length: int, group: ProcessGroup) -> list[slice]:
+    """Where the rank's own share of this length is in what `gathering` returns; then the rows before and after it,
+    where there are any."""
+    start, stop, end = (length * number for number in (group.rank(), group.rank() + 1, group.size()))
+    return [slice(start, stop), *(slice(*ends) for ends in ((0, start), (stop, end)) if ends[0] < ends[1])]
+
+
+def start_product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Multiply, and begin to send each other rank its share along the first dimension, while the rank's own one is
+    multiplied.
+
+    Args:
+        rows: [S, ..., K], of this rank; the ranks divide S.
+        matrix: [K, N], of this rank.
+
+    Returns:
+        a function that waits for the others: [S / ranks, ..., N], this rank's share of the sum over ranks; without
+        autograd.
+    """
+    size, rank = group.size(), group.rank()
+    shares = rows.contiguous().chunk(size)
+    exchange = ExchangeOfShares((*shares[0].shape[:-1], matrix.shape[1]), rows, group)
+    for offset in range(1, size):
+        exchange.send(shares[(rank + offset) % size] @ matrix, offset)
+    product = shares[rank] @ matrix
+
+    def finish() -> Tensor:
+        for received in exchange.finish():
+            product.add_(received)
+        return product
+
+    return finish
 
 
 def _main_grad(weight: Any, accumulates: bool) -> Tensor | None:
