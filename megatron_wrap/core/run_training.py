@@ -19,7 +19,7 @@ from megatron_wrap.engine.step import train_step
 from megatron_wrap.errors import CheckpointError, TrainingError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel.collectives import gather_objects
-from megatron_wrap.parallel.stop_requests import RunStopped, StopRequests
+from megatron_wrap.parallel.watch.stop_requests import RunStopped, StopRequests
 from megatron_wrap.utils.dist_logger import logger
 
 

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.generation.generate import Completion
     from megatron_wrap.engine.state.open_step import StepWeights
     from megatron_wrap.engine.state.state import TrainingState
-    from megatron_wrap.parallel.heartbeat import Heartbeat
-    from megatron_wrap.parallel.interrupts import InterruptWatch
     from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
+    from megatron_wrap.parallel.watch.heartbeat import Heartbeat
+    from megatron_wrap.parallel.watch.interrupts import InterruptWatch
 
 
 class MegatronWrap:
@@ -138,8 +138,9 @@ class MegatronWrap:
 
     def _start(self) -> None:
         from megatron_wrap.engine.setup.build import seed_everything
-        from megatron_wrap.parallel import heartbeat, launch
+        from megatron_wrap.parallel import launch
         from megatron_wrap.parallel.state import build_parallel_state
+        from megatron_wrap.parallel.watch import heartbeat
 
         timeout = self.config.init.distributed_timeout_minutes
         check_layout(self.config, launch.environment_world_size())

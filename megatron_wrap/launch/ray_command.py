@@ -19,8 +19,8 @@ from megatron_wrap.launch.contract.logs import show_from
 from megatron_wrap.launch.ray import require_ray
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel import rank_log
-from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
-from megatron_wrap.parallel.stop_requests import SIGNALS, STOP_FILE, say_received
+from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
+from megatron_wrap.parallel.watch.stop_requests import SIGNALS, STOP_FILE, say_received
 
 _FOLLOW_SECONDS = 0.2
 _MAX_FAILURES = 3

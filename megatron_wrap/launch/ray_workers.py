@@ -22,7 +22,7 @@ from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.launch.ray_controller import NODES
 from megatron_wrap.launch.ray_ranks import workers_of_run
 from megatron_wrap.parallel import rank_log
-from megatron_wrap.parallel.stop_requests import RunStopped
+from megatron_wrap.parallel.watch.stop_requests import RunStopped
 from megatron_wrap.utils.dist_logger import logger
 
 _REPORT_SECONDS = 3.0

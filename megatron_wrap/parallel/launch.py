@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.parallel import rank_log
-from megatron_wrap.parallel.interrupts import INTERRUPTED, InterruptWatch, one_interrupt
 from megatron_wrap.parallel.loopback import loopback_store
 from megatron_wrap.parallel.nodes import check_versions, this_node
-from megatron_wrap.parallel.stop_requests import LAUNCHER_FOLDER
+from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, InterruptWatch, one_interrupt
+from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER
 from megatron_wrap.utils.pools.processes import end_with_parent
 
 

@@ -17,7 +17,7 @@ _PRELOADED = (
     "megatron_wrap.core.wrap",
     "megatron_wrap.core.run",
     "megatron_wrap.parallel.launch",
-    "megatron_wrap.parallel.heartbeat",
+    "megatron_wrap.parallel.watch.heartbeat",
     "megatron_wrap.parallel.loopback",
     "megatron_wrap.model.core_config",
     "megatron_wrap.model.gpt_model",

@@ -31,7 +31,7 @@ from megatron_wrap.launch.kubernetes.job_state import (
 from megatron_wrap.launch.kubernetes.kubectl import Kubectl
 from megatron_wrap.launch.kubernetes.manifest import Pods, manifest, words_of
 from megatron_wrap.launch.kubernetes.settings import check_settings, grace_seconds, job_name
-from megatron_wrap.parallel.interrupts import INTERRUPTED
+from megatron_wrap.parallel.watch.interrupts import INTERRUPTED
 from megatron_wrap.utils.atomic_write import named_write_errors, write_atomically
 
 MANIFEST = "trainjob.yaml"

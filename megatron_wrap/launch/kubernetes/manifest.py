@@ -15,7 +15,7 @@ from megatron_wrap.config.schema.launch.kubernetes import KubernetesConfig
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.launch.kubernetes.commented_yaml import Noted, comment, commented_yaml
-from megatron_wrap.parallel.interrupts import RESUME
+from megatron_wrap.parallel.watch.interrupts import RESUME
 
 CONFIG_FOLDER = "/etc/megatron-wrap"
 """Folder of a pod with the run's YAML."""

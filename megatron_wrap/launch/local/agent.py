@@ -21,8 +21,9 @@ from megatron_wrap.launch.local.nodes import Nodes
 from megatron_wrap.launch.local.rendezvous import BACKEND, register_rendezvous
 from megatron_wrap.launch.local.signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
 from megatron_wrap.launch.watch.process_watch import FAILURE, ProcessWatch
-from megatron_wrap.parallel import flight_recorder, rank_log
-from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
+from megatron_wrap.parallel import rank_log
+from megatron_wrap.parallel.watch import flight_recorder
+from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from megatron_wrap.parallel.interrupts import INTERRUPTED, REPEATED_SECONDS, RESUME
-from megatron_wrap.parallel.stop_requests import LAUNCHER_FOLDER, READY, REQUEST, SIGNALS, STOPPED, say_received
+from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, REPEATED_SECONDS, RESUME
+from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER, READY, REQUEST, SIGNALS, STOPPED, say_received
 
 AGENT_SIGNALS = "SIGHUP,SIGQUIT"
 """Those that are left to torchrun's agent, which ends the processes at once."""

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.launch.watch.progress import Silence, Stall
 from megatron_wrap.launch.watch.records import FLIGHT_RECORDER, ProcessRecords
-from megatron_wrap.parallel.interrupts import INTERRUPTED, RESUME
+from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import how_it_ended, process_state
 
 FAILURE = "failure.json"

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.parallel import flight_recorder
-from megatron_wrap.parallel.heartbeat import COLLECTIVES_REQUEST, HEARTBEAT, STACKS, STACKS_SIGNAL
+from megatron_wrap.parallel.watch import flight_recorder
+from megatron_wrap.parallel.watch.heartbeat import COLLECTIVES_REQUEST, HEARTBEAT, STACKS, STACKS_SIGNAL
 from megatron_wrap.platform.base.machine import process_state
 
 FLIGHT_RECORDER = "flight_recorder"

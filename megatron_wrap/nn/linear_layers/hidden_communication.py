@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
-from megatron_wrap.parallel.collectives import ExchangeOfShares, gathering
+from megatron_wrap.parallel.collectives import ExchangeOfShares, ProcessGroup, gathering
 
 _HIDING_COLUMNS = 1700
 """Columns of a row-parallel weight, for each other rank, from which the input's gradient of the own share takes longer

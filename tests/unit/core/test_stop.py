@@ -17,8 +17,8 @@ import pytest
 
 from megatron_wrap.core import MegatronWrap, run_folders
 from megatron_wrap.errors import CheckpointError
-from megatron_wrap.parallel import stop_requests
-from megatron_wrap.parallel.stop_requests import RunStopped
+from megatron_wrap.parallel.watch import stop_requests
+from megatron_wrap.parallel.watch.stop_requests import RunStopped
 from megatron_wrap.utils.file_lock import FolderInUse, held
 
 pytestmark = pytest.mark.process_group

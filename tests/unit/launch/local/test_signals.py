@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from megatron_wrap.launch.local.signals import LauncherSignals, exit_code_of
-from megatron_wrap.parallel.stop_requests import LAUNCHER_FOLDER, READY, REQUEST, STOPPED
+from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER, READY, REQUEST, STOPPED
 
 
 def test_before_training_a_signal_ends_the_processes_at_once() -> None:

@@ -17,14 +17,14 @@ from torch.distributed.flight_recorder.components import loader
 
 from megatron_wrap.launch.watch.process_watch import ProcessWatch
 from megatron_wrap.launch.watch.progress import Stall
-from megatron_wrap.parallel import flight_recorder
-from megatron_wrap.parallel.heartbeat import Heartbeat
+from megatron_wrap.parallel.watch import flight_recorder
+from megatron_wrap.parallel.watch.heartbeat import Heartbeat
 
 PROCESS = """
 import signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 from pathlib import Path
-from megatron_wrap.parallel.heartbeat import Heartbeat
+from megatron_wrap.parallel.watch.heartbeat import Heartbeat
 import time
 heartbeat = Heartbeat(Path(sys.argv[1]), int(sys.argv[2]), lambda: (7, "save"))
 exec(compile("time.sleep(120)", "main thread waits here", "exec"))
@@ -114,7 +114,7 @@ def test_the_collectives_of_a_process_are_read_from_torchs_file(tmp_path: Path) 
 import sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from megatron_wrap.parallel import flight_recorder
+from megatron_wrap.parallel.watch import flight_recorder
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for size in (3, 5):
     dist.all_reduce(torch.ones(size))

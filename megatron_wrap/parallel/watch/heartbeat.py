@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_wrap.metrics.phases import num_changes
-from megatron_wrap.parallel import flight_recorder
-from megatron_wrap.parallel.stop_requests import LAUNCHER_FOLDER
+from megatron_wrap.parallel.watch import flight_recorder
+from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER
 
 HEARTBEAT, STACKS = "rank_{}.json", "rank_{}.stacks"
 """Names of a rank's files in the launcher's folder."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_wrap.parallel.interrupts import INTERRUPTED, REPEATED_SECONDS, RESUME, InterruptWatch, interrupt
+from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, REPEATED_SECONDS, RESUME, InterruptWatch, interrupt
 
 STOP_FILE = "STOP"
 """Name of the file in the output folder."""

@@ -1,0 +1,1 @@
+"""In the processes of a run: that they make progress, what stops them, and their last collectives."""
