@@ -28,7 +28,7 @@ import torch.distributed
 
 WIDTHS = {2048: (3072, 2048, 16384, 8192), 4096: (6144, 4096, 28672, 14336)}
 """Hidden size -> outputs of the query, key and value layer, inputs of attention's output layer, both of the MLP."""
-SIZES = ((2048, 2048), (4096, 2048), (8192, 2048), (16384, 2048), (32768, 2048), (4096, 4096), (8192, 4096))
+SIZES = ((4096, 2048), (8192, 2048), (16384, 2048), (4096, 4096), (8192, 4096))
 """Tokens of a micro-batch, hidden size."""
 LAYERS = ("qkv", "proj", "fc1", "fc2")
 
