@@ -157,6 +157,7 @@ def test_adam_with_a_factor_of_the_gradients(decoupled):
     settings = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     optimizer = KernelAdam(ours, adam_w_mode=decoupled, **settings)
     optimizer.scale_gradients(0.3)
+    optimizer.write_copies({ours[1]: torch.zeros(70000, dtype=torch.bfloat16, device="cuda")})
     reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, fused=True, **settings)
     for step in range(4):
         for actual, other in zip(ours, theirs, strict=True):
@@ -164,6 +165,7 @@ def test_adam_with_a_factor_of_the_gradients(decoupled):
             other.grad = 0.3 * actual.grad
         optimizer.step()
         reference.step()
+    assert torch.equal(optimizer.copies[ours[1]], ours[1].bfloat16())
     for actual, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(actual, other, rtol=1e-6, atol=1e-6)
         for name in ("exp_avg", "exp_avg_sq"):

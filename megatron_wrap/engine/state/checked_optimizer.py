@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_wrap.engine.state.kernel_adam import KernelAdam
 from megatron_wrap.engine.state.open_step import Update
 from megatron_wrap.parallel.collectives import reduce_in_place
+from megatron_wrap.platform.megatron_core.adam import model_copies, without_model_copies
 from megatron_wrap.platform.megatron_core.versions import gradients_for_norm
 
 
@@ -34,6 +35,7 @@ class CheckedOptimizer(ChainedOptimizer):
         self._scaler_states: list[Any] = []
         self._overflow = False
         self._grad_norm = 0.0
+        self._knows_copies = False
 
     def prepare(self, device: torch.device) -> list[Tensor]:
         """Unscale the gradients, and compute the square of their norm on the device. Collective.
@@ -84,19 +86,24 @@ class CheckedOptimizer(ChainedOptimizer):
         return bool(optimizers) and all(isinstance(optimizer, KernelAdam) for optimizer in optimizers)
 
     def _scaling_step(self) -> tuple[bool, float, int]:
-        """`step`, without a pass over the gradients for clipping."""
+        """`step`, without passes for clipping and for the copies of parameters in half precision."""
         if self._overflow:
             return False, 0.0, 0
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else 0
         thresholds = (getattr(part.config, "grad_norm_skip_threshold", math.inf) for part in self.chained_optimizers)
         if self._grad_norm > min(thresholds):
             return False, self._grad_norm, num_zeros
-        for part in self.chained_optimizers:
+        parts = [part for part in self.chained_optimizers if part.optimizer is not None]
+        for part in parts:  # the factor is that of Megatron-Core's clip_grad_by_total_norm_fp32
             limit = part.config.clip_grad
-            if part.optimizer is not None:  # the factor is that of Megatron-Core's clip_grad_by_total_norm_fp32
-                factor = min(1.0, limit / (self._grad_norm + 1.0e-6)) if limit > 0.0 else 1.0
-                part.optimizer.scale_gradients(factor)
-        return self.step_with_ready_grads(), self._grad_norm, num_zeros
+            factor = min(1.0, limit / (self._grad_norm + 1.0e-6)) if limit > 0.0 else 1.0
+            part.optimizer.scale_gradients(factor)
+        if not self._knows_copies:
+            self._knows_copies = True
+            for part in parts:
+                part.optimizer.write_copies(model_copies(part))
+        with without_model_copies(part for part in parts if part.optimizer.copies is not None):
+            return self.step_with_ready_grads(), self._grad_norm, num_zeros
 
     @property
     def loss_scale(self) -> float:

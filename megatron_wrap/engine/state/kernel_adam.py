@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,12 +12,23 @@ from megatron_wrap.platform.megatron_core.adam import GroupStepAdam
 
 
 class KernelAdam(GroupStepAdam):
-    """See `GroupStepAdam`. On a GPU with Triton a kernel reads each gradient once, with `gradient_factor`; elsewhere
-    torch multiplies a copy of some gradients at a time."""
+    """See `GroupStepAdam`. On a GPU with Triton a kernel reads each gradient once, with `gradient_factor`, and writes
+    copies of the parameters in the model's dtype; elsewhere torch multiplies a copy of some gradients at a time."""
+
+    copies: Mapping[Tensor, Tensor] | None = None
+    """As in `write_copies`."""
+
+    def write_copies(self, copies: Mapping[Tensor, Tensor] | None) -> None:
+        """The next steps also write new values to these copies of parameters, as in `model_copies`; None: to none."""
+        self.copies = copies
 
     def _update_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        copies = self.copies or {}
         if not (params and has_triton() and all(param.is_cuda for param in params)):
             super()._update_group(params, group)
+            for param in params:
+                if param in copies:
+                    copies[param].view(-1).copy_(param.view(-1))
             return
         from megatron_wrap.nn.kernels.adam import update
 
@@ -32,4 +44,5 @@ class KernelAdam(GroupStepAdam):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 decoupled=self.adam_w_mode,
+                copy=copies.get(param),
             )

@@ -1,4 +1,5 @@
-"""Adam in Triton, which multiplies gradients by a factor as it reads them. Import it only where Triton is installed."""
+"""Adam in Triton, which multiplies gradients by a factor as it reads them, and writes a copy of the parameter in
+another dtype. Import it only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ def _kernel(
     grads,
     first,
     second,
+    copy,
     count,
     factor,
     step_size,
@@ -27,6 +29,7 @@ def _kernel(
     root_of_correction,
     eps,
     block: tl.constexpr,
+    copies: tl.constexpr,
 ):
     # torch's order of operations (aten/src/ATen/native/cuda/fused_adam_utils.cuh)
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -39,6 +42,8 @@ def _kernel(
     square = beta2 * tl.load(second + index, mask=inside) + rest2 * grad * grad
     value -= step_size * tl.div_rn(mean, tl.div_rn(tl.sqrt_rn(square), root_of_correction) + eps)
     tl.store(values + index, value, mask=inside)
+    if copies:
+        tl.store(copy + index, value.to(copy.dtype.element_ty), mask=inside)
     tl.store(first + index, mean, mask=inside)
     tl.store(second + index, square, mask=inside)
 
@@ -56,6 +61,7 @@ def update(
     eps: float,
     weight_decay: float,
     decoupled: bool,
+    copy: Tensor | None = None,
 ) -> None:
     """One step of Adam (arXiv:1412.6980), in place.
 
@@ -66,15 +72,17 @@ def update(
         step: its number, from 1 on.
         factor: of the gradients.
         decoupled: weight decay as in AdamW (arXiv:1711.05101), else added to the gradient.
+        copy: as many elements, contiguous, to which the new values are written in its dtype.
     """
     count = values.numel()
     if not count:
         return
     beta1, beta2 = betas
     _kernel[(triton.cdiv(count, _BLOCK),)](
-        *(values, grads, first, second, count, factor, lr / (1.0 - beta1**step)),
+        *(values, grads, first, second, values if copy is None else copy, count, factor, lr / (1.0 - beta1**step)),
         *(1.0 - lr * weight_decay if decoupled else 1.0, 0.0 if decoupled else weight_decay),
         *(beta1, beta2, 1.0 - beta1, 1.0 - beta2, (1.0 - beta2**step) ** 0.5, eps),
         block=_BLOCK,
+        copies=copy is not None,
         num_warps=4,
     )

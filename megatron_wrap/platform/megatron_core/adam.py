@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform.megatron_core.replacements import Replacements
@@ -183,3 +184,57 @@ def _replace_adam(replacements: Replacements, adam_class: type[GroupStepAdam]) -
     replacements.set(distrib_optimizer, "Adam", adam_class)
     replacements.set(distrib_optimizer, "HAVE_APEX_OR_TE", True)
     replacements.set(distrib_optimizer, "USING_APEX_OPTIMIZER", True)
+
+
+_COPY = "_copy_main_params_to_model_params"
+
+
+class _RecordedCopies(TorchDispatchMode):
+    """In the block, pairs of a tensor and the memory that it is copied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.are_all = True
+        """Whether nothing else was computed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.pairs.append((args[1], args[0]))
+        elif not func.is_view:
+            self.are_all = False
+        return func(*args, **(kwargs or {}))
+
+
+def model_copies(part: Any) -> dict[Tensor, Tensor] | None:
+    """The memory to which one of Megatron-Core's optimizers copies its parameters after a step: those of the model in
+    half precision, or this process's shards of them. Found by a copy, so call it between steps.
+
+    Returns:
+        Parameter of `part.optimizer` -> contiguous memory of the same number of elements; without parameters that are
+        the model's own. None if `part` does something else, such as quantizing.
+    """
+    copy, gathers = getattr(part, _COPY, None), getattr(part, "ddp_config", None)
+    if copy is None or getattr(gathers, "fp8_param_gather", False) or getattr(gathers, "fp4_param_gather", False):
+        return None
+    with torch.no_grad(), _RecordedCopies() as recorded:
+        copy()
+    params = {param.data_ptr(): param for group in part.optimizer.param_groups for param in group["params"]}
+    copies: dict[Tensor, Tensor] = {}
+    for source, target in recorded.pairs:
+        if source.numel() == 0 or source.data_ptr() == target.data_ptr():
+            continue
+        param = params.get(source.data_ptr())
+        if param is None or param.numel() != target.numel() or not (param.is_contiguous() and target.is_contiguous()):
+            return None
+        copies[param] = target
+    return copies if recorded.are_all else None
+
+
+@contextlib.contextmanager
+def without_model_copies(parts: Iterable[Any]) -> Iterator[None]:
+    """In the block these optimizers of Megatron-Core do not copy their parameters, because Adam does."""
+    with Replacements() as replacements:
+        for part in parts:
+            replacements.set(part, _COPY, lambda: None)
+        yield

@@ -248,16 +248,19 @@ def test_grad_norm_is_reported_without_clipping_too():
     assert norms[0] == norms[1] > 0
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_fused_clipping_trains_alike(dtype):
-    """The bits of training with a pass for clipping, which this norm needs."""
+@pytest.mark.parametrize(("dtype", "distributed"), [("fp32", "true"), ("bf16", "true"), ("bf16", "false")])
+def test_fused_clipping_trains_alike(dtype, distributed):
+    """The bits of training with a pass for clipping, which this norm needs, and one that copies to the weights."""
     trained = []
     for fused in ("false", "true"):
         optimizer = "megatron_lm.train.optimizer."
         keys = [f"{optimizer}clip_grad=0.05", f"{optimizer}fused_clipping={fused}"]
+        keys.append(f"{optimizer}use_distributed_optimizer={distributed}")
         with started(*keys, f"megatron_lm.train.dtype.__select__={dtype}") as wrap:
             metrics = [wrap.train(data()[4 * step : 4 * step + 4]) for step in range(3)]
             weights = [parameter.detach().clone() for parameter in wrap.state.chunks[0].parameters()]
+            adam = wrap.state.optimizer.chained_optimizers[0].optimizer
+            assert len(getattr(adam, "copies", {})) == (len(weights) if fused == "true" and dtype == "bf16" else 0)
         trained.append((weights, [(each["loss"], each["grad_norm"]) for each in metrics]))
     (weights, metrics), (expected, expected_metrics) = trained
     assert metrics == expected_metrics
