@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -77,9 +77,9 @@ class BatchFirstGPTModel(GPTModel):
             self._add_prediction(prediction, arguments)
         self.defers_logits = defers_logits and self.post_process
         """Without an inference context, the output is `DeferredLogits`."""
-        if self.defers_logits:
+        if self.post_process:
             replaced: ColumnParallelLinear = self.output_layer  # type: ignore[has-type]
-            self.output_layer = DeferringOutputLayer(replaced, self, final_logit_softcapping)
+            self.output_layer = OutputLayer(replaced, self, final_logit_softcapping)
         if embedding_multiplier is not None:
             embeddings = [getattr(self, "embedding", None), *self._tied_embedding]
             for embedding in filter(None, embeddings):
@@ -228,10 +228,10 @@ class BatchFirstGPTModel(GPTModel):
             weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
             with self.output_layer.deferring():
                 return self.output_layer(hidden_states, weight=weight)[0]
-        # with sequence parallelism, the output layer gathers the first dimension, which must be the sequence
-        if labels is not None or not self.post_process or self.output_layer.sequence_parallel:
-            return super()._postprocess(hidden_states=hidden_states, labels=labels, **inputs)
-        with _batch_first(self.output_layer):
+        form: Any = nullcontext()
+        if labels is None and isinstance(getattr(self, "output_layer", None), OutputLayer):
+            form = self.output_layer.batch_first()
+        with form:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **inputs)
 
 
@@ -256,9 +256,10 @@ def _capped(cap: float) -> Callable[..., Any]:
     return limit
 
 
-class DeferringOutputLayer(ColumnParallelLinear):
-    """The output layer of a model, whose product is computed where the logits are used. It is called as a module, so
-    that the hooks before its forward pass see it: they wait for gathered parameters (`overlap_param_gather`).
+class OutputLayer(ColumnParallelLinear):
+    """The output layer of a model: Megatron-Core's, the one whose product is [B, S, V/tp] in memory, or the one whose
+    product is computed where the logits are used. It is called as a module, so that the hooks before its forward pass
+    see it: they wait for gathered parameters (`overlap_param_gather`).
 
     Args:
         replaced: the layer whose weight it takes.
@@ -283,26 +284,37 @@ class DeferringOutputLayer(ColumnParallelLinear):
         self.unpadded = self.output_size_per_partition
         """Columns of this rank that are not padding of the vocabulary."""
         self._softcap = softcap
-        self._deferring = False
+        self._form: Literal["core", "batch first", "deferred"] = "core"
         self._reported: set[str] = set()
+
+    @contextmanager
+    def batch_first(self) -> Iterator[None]:
+        """A block in which the output is a view of [B, S, V/tp], so that it is not copied to have this form. Not where
+        Megatron-Core computes the weight's gradient later, from input and gradient in its own form."""
+        if not self.config.defer_embedding_wgrad_compute:
+            self._form = "batch first"
+        try:
+            yield
+        finally:
+            self._form = "core"
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """A block in which the output is deferred."""
-        self._deferring = True
+        self._form = "deferred"
         try:
             yield
         finally:
-            self._deferring = False
+            self._form = "core"
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, *arguments: Any, **named: Any) -> Any:
         """[S, B, H], or [S/tp, B, H] with sequence parallelism, to logits [S, B, V/tp]; deferred [B, S, V/tp]. And no
         bias."""
-        if not self._deferring:
+        if self._form != "deferred":
             return super().forward(input_, weight, *arguments, **named)
         # the gradient is reduced once for all chunks
         if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group).transpose(0, 1).contiguous()
+            hidden = self._gathered_batch_first(input_)
         else:  # transposed before: Megatron-Core reduces only a contiguous gradient in place (mappings.py, _reduce)
             hidden = copy_to_tensor_model_parallel_region(input_.transpose(0, 1).contiguous(), group=self.tp_group)
         fused = self.gradient_accumulation_fusion and hidden.is_cuda
@@ -312,20 +324,18 @@ class DeferringOutputLayer(ColumnParallelLinear):
         )
         return deferred_logits(hidden, projection), None
 
+    def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        if self._form != "batch first":
+            return super()._forward_impl(input, weight, *arguments, **named)
+        if named["sequence_parallel"]:  # the product would gather along its first dimension
+            hidden, named = self._gathered_batch_first(input), {**named, "sequence_parallel": False}
+        else:
+            hidden = input.transpose(0, 1).contiguous()
+        return super()._forward_impl(hidden, weight, *arguments, **named).transpose(0, 1)
 
-@contextmanager
-def _batch_first(output_layer: torch.nn.Module) -> Iterator[None]:
-    """Make the output layer transpose its input [S, B, H] to [B, S, H], and return a transposed view of its output."""
-
-    def batch_first(_layer: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        return inputs[0].transpose(0, 1).contiguous(), *inputs[1:]
-
-    def sequence_first(_layer: Any, _inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        logits, bias = outputs
-        return logits.transpose(0, 1), bias
-
-    with output_layer.register_forward_pre_hook(batch_first), output_layer.register_forward_hook(sequence_first):
-        yield
+    def _gathered_batch_first(self, share: Tensor) -> Tensor:
+        """[S/tp, B, H] to [B, S, H]."""
+        return gather_from_sequence_parallel_region(share, group=self.tp_group).transpose(0, 1).contiguous()
 
 
 class ValueHead(torch.nn.Module):

@@ -1,7 +1,7 @@
 """Linear layers of tensor and sequence parallelism whose communication overlaps with their products (`tp_comm_overlap`
 of torch's layers), beside Megatron-Core's, for sizes of micro-batches and numbers of parts of each share.
 
-    NCCL_NVLS_ENABLE=0 torchrun --nproc_per_node 2 scripts/benchmark/hidden_layers.py [--tiny]
+    NCCL_NVLS_ENABLE=0 torchrun --nproc_per_node 2 scripts/benchmark/hidden_layers.py [--tokens 8192 16384] [--tiny]
 
 Prints a RESULT line of rank 0 for each size: milliseconds of forward and backward pass in bf16, with weight gradients
 added in fp32, of the four linear layers of a decoder layer of the 1.5B Llama or of 8B: `core` is Megatron-Core's,
@@ -36,6 +36,7 @@ LAYERS = ("qkv", "proj", "fc1", "fc2")
 def main() -> None:
     """Measure all sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", help="of the micro-batches (default: all sizes)")
     parser.add_argument("--tiny", action="store_true", help="small sizes on CPUs")
     arguments = parser.parse_args()
     device = torch.device("cpu") if arguments.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -55,6 +56,8 @@ def main() -> None:
     parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
     scale = 64 if arguments.tiny else 1
     for tokens, hidden in SIZES:
+        if arguments.tokens is not None and tokens not in arguments.tokens:
+            continue
         widths = tuple(width // scale for width in WIDTHS[hidden])
         measure(tokens // scale, hidden // scale, widths, device)
     torch.distributed.destroy_process_group()
