@@ -2,7 +2,7 @@
 
     python scripts/benchmark/checkpoint_cost.py --gib 1 --folder /dev/shm/cost [--folder outputs/cost] [--rounds 5]
         [--seconds 170] [--platform cuda] [--config scripts/benchmark/llama-1b.yaml] [KEY=VALUE ...]
-    python scripts/benchmark/checkpoint_cost.py --gib 4 --folder /dev/shm/cost --pairs 7 [--hash-threads 8 12]
+    python scripts/benchmark/checkpoint_cost.py --gib 4 --folder /dev/shm/cost --pairs 7 [--hash-threads 8 6x16]
 
 The state is that of a Llama whose weights and optimizer have the given size, or that of a configuration. In each round
 and folder, in changing order: a plain save as torch writes it (CRC-32, no SHA-256) and one with SHA-256, an
@@ -31,7 +31,7 @@ from unittest import mock
 from load_timeline import Timeline, print_timelines
 from train_speed import random_tokens
 
-from megatron_wrap.checkpoint.files.verification import HASHERS
+from megatron_wrap.checkpoint.files.verification import HASH_BYTES, HASHERS
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
 
 CONFIG = Path(__file__).with_name("overhead.yaml")
@@ -83,11 +83,13 @@ def without_verification() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hashing_by(threads: int) -> Iterator[None]:
-    """Loads hash with at most that many threads."""
+def hashing_by(threads: str) -> Iterator[None]:
+    """Loads hash with at most that many threads, of which each reads the MiB after an "x" at once."""
     from megatron_wrap.checkpoint.files import verification
 
-    with mock.patch.object(verification, "HASHERS", threads):
+    number, _, mebibytes = threads.partition("x")
+    sizes = {"HASHERS": int(number), "HASH_BYTES": int(mebibytes) * 2**20 if mebibytes else HASH_BYTES}
+    with mock.patch.multiple(verification, **sizes):
         yield
 
 
@@ -185,7 +187,7 @@ class Measurement:
         with (context or CONTEXTS[way])():
             self._timed(f"{way}, {kind}", lambda: load_checkpoint(self._wrap.state, self._newest))
 
-    def pairs(self, kind: str, threads: list[int], count: int) -> None:
+    def pairs(self, kind: str, threads: list[str], count: int) -> None:
         """Loads without verification and with it, by each number of threads that hash, in turn and with timelines; the
         order changes. What the first of each sets up is not counted."""
         ways: dict[str, Callable[[], Any]] = {UNVERIFIED: without_verification}
@@ -272,7 +274,7 @@ def print_table(measurement: Measurement) -> None:
 
 
 def measure(
-    wrap: Any, folders: list[Path], end: float, rounds: int, pairs: int, threads: list[int]
+    wrap: Any, folders: list[Path], end: float, rounds: int, pairs: int, threads: list[str]
 ) -> list[Measurement]:
     """All rounds, or `pairs` of loads, or those that the limit allows. What a first save sets up is not counted."""
     from megatron_wrap.checkpoint.background import BackgroundSaves
@@ -303,7 +305,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, action="append", help="a new folder; may be repeated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=0, help="only loads: so many pairs with and without verification")
-    parser.add_argument("--hash-threads", type=int, nargs="+", default=[HASHERS], help="of --pairs")
+    parser.add_argument("--hash-threads", nargs="+", default=[str(HASHERS)], help="of --pairs, as 6 or 6x16 (MiB)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="limit of the whole program")
     parser.add_argument("--platform", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
