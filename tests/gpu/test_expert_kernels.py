@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
 from megatron_wrap.nn.experts.gating import can_gate, gate
 from megatron_wrap.nn.experts.permutation import row_order, rows_of_tokens, sums_of_rows
 from megatron_wrap.nn.experts.products import grouped_linear
+from megatron_wrap.nn.kernels import expert_weight_gradients
 from megatron_wrap.nn.kernels.expert_rows import spread_rows, sum_rows
 from megatron_wrap.nn.kernels.expert_weight_gradients import add_weight_gradients
 from megatron_wrap.nn.kernels.routing import route, split
@@ -130,9 +131,12 @@ def test_three_halves_add_up_to_fp32(columns):
     assert torch.equal(parts.float().sum(1), values)
 
 
-@pytest.mark.parametrize("counts", [[5, 0, 700, 64, 1], [0, 0, 300, 0, 0]])
-@pytest.mark.parametrize(("outputs", "inputs"), [(1536, 2048), (2048, 768), (104, 72)])
-def test_weight_gradients_are_added_without_rounding(counts, outputs, inputs):
+@pytest.mark.parametrize("loads_tiles", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("counts", [[5, 0, 700, 64, 1], [0, 0, 300, 0, 0], [0, 0]])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1536, 2048), (2048, 768), (104, 72), (101, 71)])
+def test_weight_gradients_are_added_without_rounding(monkeypatch, loads_tiles, counts, outputs, inputs):
+    if not loads_tiles:
+        monkeypatch.setattr(expert_weight_gradients, "can_load_tiles", lambda matrix: False)
     ends = torch.tensor(counts, device="cuda").cumsum(0).int()
     grad = torch.randn(sum(counts), outputs, device="cuda", dtype=torch.bfloat16)
     rows = torch.randn(sum(counts), inputs, device="cuda", dtype=torch.bfloat16)

@@ -14,6 +14,9 @@ from megatron_wrap.platform.megatron_core.kernels import LayerKernels
 MAX_NORM_COLUMNS = 16384
 """Of `rms_norm`, whose programs keep a row in registers."""
 
+TILE_ALIGNMENT_BYTES = 16
+"""Of each row of a matrix of which tiles are loaded by descriptors (CUDA driver API, cuTensorMapEncodeTiled)."""
+
 
 @functools.cache
 def has_triton() -> bool:
@@ -36,6 +39,27 @@ def can_normalize(x: Tensor) -> bool:
 def can_convolve(rows: Tensor) -> bool:
     """Whether `short_convolution.convolved_heads` supports these rows on this machine."""
     return rows.is_cuda and rows.dtype != torch.float64 and rows.numel() > 0 and has_triton()
+
+
+@functools.cache
+def _loads_tiles(device: torch.device) -> bool:
+    # Hopper's tensor memory accelerator; the kernels that use it are tuned for that generation.
+    if not has_triton() or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+
+
+def can_load_tiles(matrix: Tensor) -> bool:
+    """Whether Triton loads tiles of a matrix by descriptors on its GPU.
+
+    Args:
+        matrix: [R, columns], contiguous, on a GPU.
+    """
+    row_bytes = matrix.shape[1] * matrix.dtype.itemsize
+    aligned = matrix.data_ptr() % TILE_ALIGNMENT_BYTES == 0 and row_bytes % TILE_ALIGNMENT_BYTES == 0
+    return matrix.numel() > 0 and aligned and _loads_tiles(matrix.device)
 
 
 def layer_kernels(device: torch.device, training: bool = True) -> LayerKernels:

@@ -2,14 +2,41 @@
 where Triton is installed.
 
 A program computes one tile of one expert's gradient over all of the expert's rows, and adds it to the buffer or writes
-it there once, so the gradient is never rounded to half precision.
+it there once, so the gradient is never rounded to half precision. There are two forms of the kernel: with a program for
+each tile, and, where the GPU loads tiles by descriptors, with a program for each multiprocessor, whose loads of the
+next tile's operands overlap with the addition of this one.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+
+from megatron_wrap.nn.kernels.available import can_load_tiles
+
+_OUT, _IN, _ROWS, _GROUP = 128, 256, 64, 8
+
+
+@triton.jit
+def _place(tile, tiles_out, tiles_in, group: tl.constexpr):
+    # Tiles of `group` rows of tiles are computed side by side, so that the second-level cache has their operands.
+    first = tile // (group * tiles_in) * group
+    height = min(tiles_out - first, group)
+    return first + tile % (group * tiles_in) % height, tile % (group * tiles_in) // height
+
+
+@triton.jit
+def _put(total, sums, expert, out, column, outputs, inputs, filled, overwrite: tl.constexpr):
+    target = total + expert.to(tl.int64) * outputs * inputs + out[:, None].to(tl.int64) * inputs + column[None, :]
+    mask = (out < outputs)[:, None] & (column < inputs)[None, :]
+    if overwrite:
+        tl.store(target, sums, mask=mask)  # zeros, if the expert has no row
+    else:
+        # One program adds to an element, so the sum is reproducible; the memory adds, and the program does not wait.
+        tl.atomic_add(target, sums, mask=mask & filled, sem="relaxed")
 
 
 @triton.jit
@@ -26,15 +53,8 @@ def _kernel(
     group: tl.constexpr,
     overwrite: tl.constexpr,
 ):
-    # Tiles of `group` rows of tiles are computed side by side, so that the second-level cache has their operands.
-    expert = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0)
-    tiles_out, tiles_in = tl.cdiv(outputs, block_out), tl.cdiv(inputs, block_in)
-    first = tile // (group * tiles_in) * group
-    height = min(tiles_out - first, group)
-    index_out = first + tile % (group * tiles_in) % height
-    index_in = tile % (group * tiles_in) // height
-
+    expert = tl.program_id(1)
+    index_out, index_in = _place(tl.program_id(0), tl.cdiv(outputs, block_out), tl.cdiv(inputs, block_in), group)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     out = index_out * block_out + tl.arange(0, block_out)
@@ -51,13 +71,40 @@ def _kernel(
         sums = tl.dot(tl.trans(left), right, sums)
         grad_pointers += block_rows * outputs
         row_pointers += block_rows * inputs
-    target = total + expert * outputs * inputs + out[:, None].to(tl.int64) * inputs + column[None, :]
-    mask = inside_out[:, None] & inside_in[None, :]
-    if overwrite:
-        tl.store(target, sums, mask=mask)  # zeros, if the expert has no row
-    elif end > begin:
-        # One program adds to an element, so the sum is reproducible; the memory adds, and the program does not wait.
-        tl.atomic_add(target, sums, mask=mask, sem="relaxed")
+    _put(total, sums, expert, out, column, outputs, inputs, end > begin, overwrite)
+
+
+@triton.jit
+def _persistent_kernel(
+    grad,
+    rows,
+    ends,
+    total,
+    outputs,
+    inputs,
+    experts,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    block_rows: tl.constexpr,
+    group: tl.constexpr,
+    overwrite: tl.constexpr,
+):
+    tiles_out, tiles_in = tl.cdiv(outputs, block_out), tl.cdiv(inputs, block_in)
+    tiles = tiles_out * tiles_in
+    for number in tl.range(tl.program_id(0), experts * tiles, tl.num_programs(0), flatten=True):
+        expert = number // tiles
+        index_out, index_in = _place(number % tiles, tiles_out, tiles_in, group)
+        begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        count = tl.load(ends + expert) - begin
+        sums = tl.zeros([block_out, block_in], dtype=tl.float32)
+        for start in range(0, count, block_rows):
+            # rows of the next expert are zeros
+            left = load_ragged(grad, begin, count, [start, index_out * block_out])
+            right = load_ragged(rows, begin, count, [start, index_in * block_in])
+            sums = tl.dot(tl.trans(left), right, sums)
+        out = index_out * block_out + tl.arange(0, block_out)
+        column = index_in * block_in + tl.arange(0, block_in)
+        _put(total, sums, expert, out, column, outputs, inputs, count > 0, overwrite)
 
 
 def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, total: Tensor, overwrite: bool = False) -> None:
@@ -71,6 +118,13 @@ def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, total: Tensor
         overwrite: write the sums over `total`, whatever it contains, as if it were zeros.
     """
     experts, outputs, inputs = total.shape
-    sizes = {"block_out": 128, "block_in": 256, "block_rows": 64, "group": 8, "overwrite": overwrite}
-    tiles = triton.cdiv(outputs, sizes["block_out"]) * triton.cdiv(inputs, sizes["block_in"])
-    _kernel[(tiles, experts)](grad, rows, ends, total, outputs, inputs, **sizes, num_warps=8, num_stages=4)
+    sizes = {"block_out": _OUT, "block_in": _IN, "block_rows": _ROWS, "group": _GROUP, "overwrite": overwrite}
+    tiles = triton.cdiv(outputs, _OUT) * triton.cdiv(inputs, _IN)
+    if can_load_tiles(grad) and can_load_tiles(rows):
+        programs = min(experts * tiles, torch.cuda.get_device_properties(grad.device).multi_processor_count)
+        left, right = create_ragged_descriptor(grad, [_ROWS, _OUT]), create_ragged_descriptor(rows, [_ROWS, _IN])
+        _persistent_kernel[(programs,)](
+            left, right, ends, total, outputs, inputs, experts, **sizes, num_warps=8, num_stages=4
+        )
+    else:
+        _kernel[(tiles, experts)](grad, rows, ends, total, outputs, inputs, **sizes, num_warps=8, num_stages=4)
