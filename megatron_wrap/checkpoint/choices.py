@@ -12,6 +12,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import (
     FUSED_CLIPPING,
     HIDDEN_COMMUNICATION,
+    LAYERS,
     OPTIMIZER_KEYS,
     OVERLAP_KEYS,
     choices,
@@ -40,16 +41,17 @@ def decided(config: RunConfig, platform: Platform, parallel: ParallelState, voca
     layout = layout_facts(parallel, platform.name)
     saved, split, exchange, device = on_rank_0(lambda: (*_saved_choices(config, layout), platform.device_name))
     chosen = choices(config, platform.machine, parallel.dp_cp.size, saved)
+    config = with_choices(config, chosen)
     split_here = split_choice(config, vocab_size, device, split)
     exchange_here = exchange_choice(config, use_transformer_engine(config, platform), exchange)
-    chosen += tuple(choice for choice in (split_here, exchange_here) if choice is not None)
-    enabled = [str(choice) for choice in chosen if choice.value]
+    more = tuple(choice for choice in (split_here, exchange_here) if choice is not None)
+    enabled = [str(choice) for choice in (*chosen, *more) if choice.value]
     if enabled:
         logger.info_rank_0(f"chosen for this machine and layout: {'; '.join(enabled)}")
-    return with_choices(config, chosen)
+    return with_choices(config, more)
 
 
-def _saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> tuple[dict[str, bool], str | None, str | None]:
+def _saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str | None]:
     """The choices in the checkpoint whose optimizer the run would load: section.key -> value, and, if it has the run's
     layout, the layers of its pipeline stages and its `cp_comm_type`; without a checkpoint of ours none.
 
@@ -65,8 +67,8 @@ def _saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> tuple[dict[s
     if saved is None:
         return {}, None, None
     has_layout = saved.facts.get("layout") == layout
-    names = (*OPTIMIZER_KEYS, *((*OVERLAP_KEYS, HIDDEN_COMMUNICATION, FUSED_CLIPPING) if has_layout else ()))
-    values = {name: value for name in names if isinstance(value := saved.value(name), bool)}
+    names = (*OPTIMIZER_KEYS, *((*OVERLAP_KEYS, HIDDEN_COMMUNICATION, FUSED_CLIPPING, LAYERS) if has_layout else ()))
+    values = {name: value for name in names if isinstance(value := saved.value(name), bool | str)}
     if not has_layout:
         return values, None, None
     # a checkpoint that is older than these choices: even stages; the key stood in the architecture, p2p without it

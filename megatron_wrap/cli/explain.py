@@ -9,7 +9,14 @@ from megatron_wrap.bridge.export.adapted import adapter_lines
 from megatron_wrap.bridge.loading.hub import with_downloads
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.decode import decode, load_tree
-from megatron_wrap.config.defaults import CONNECTIONS, Choice, all_choices, has_transformer_engine_layers
+from megatron_wrap.config.defaults import (
+    CONNECTIONS,
+    Choice,
+    all_choices,
+    has_transformer_engine_layers,
+    tensor_parallel,
+    with_choices,
+)
 from megatron_wrap.config.explain import explain
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS
@@ -74,5 +81,6 @@ def _choices_here(config: RunConfig) -> tuple[Choice, ...]:
     chosen = all_choices(config, machine, max(1, shards), os.environ.get(CONNECTIONS))
     tokens = config.arch.vocab_size  # without a tokenizer nothing more is known, and explain loads none
     split = None if tokens is None else split_choice(config, tokens, machine.device)
-    exchange = exchange_choice(config, has_transformer_engine_layers(config, machine))
+    here = with_choices(config, tensor_parallel(config, machine))
+    exchange = exchange_choice(here, has_transformer_engine_layers(here, machine))
     return (*chosen, *(choice for choice in (split, exchange) if choice is not None))

@@ -21,12 +21,15 @@ OPTIMIZER_KEYS = ("optimizer.use_distributed_optimizer",)
 OVERLAP_KEYS = ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather")
 FUSED_CLIPPING = "optimizer.fused_clipping"
 HIDDEN_COMMUNICATION = "parallel.tp_comm_overlap"
+LAYERS = "arch.transformer_impl"
+GRAPHS = "arch.cuda_graph_impl"
 _HIDING_ELEMENTS = 2**24
-"""Tokens of a micro-batch times the hidden size, for each tensor-parallel process, from which torch's layers overlap
-communication with their products: the smallest size that was measured to gain by it, 54,887 tokens/s per GPU beside
-53,308 (two H100s, 2026-11-25; `scripts/benchmark/gpu_two.sh`, 1.5B Llama, TP 2, 4 x 4,096 tokens, hidden size 2,048,
-bf16; each share was sent whole). The halves of a share's output are products of 4,096 rows and 2,048 columns, two waves
-of the tiles of 256 x 128 that 132 multiprocessors compute at once; smaller ones would leave more of these idle."""
+"""Tokens of a micro-batch times the hidden size, for each tensor-parallel process, from which torch's layers without
+CUDA graphs overlap communication with their products: at half of it they wait for Python, which queues more kernels
+then (two H200s, 2026-11-26; `scripts/benchmark/hidden_layers.py`, TP 2, hidden size 2,048, bf16: 16,384 tokens of a
+micro-batch gain, 8,192 lose)."""
+_GRAPHS_FROM = (0, 19)
+"""The Megatron-Core with which CUDA graphs of layers were measured."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable: number of hardware queues of a GPU."""
 TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM = (2, 18)
@@ -79,22 +82,46 @@ def choices(
     if config.ddp.ddp_bucket_size is None and is_overlapped:
         size = max(40_000_000, 1_000_000 * shards)  # distributed_data_parallel.py
         chosen.append(Choice("ddp.ddp_bucket_size", size, f"Megatron-Core's rule for {shards} processes"))
-    if config.parallel.tensor_model_parallel_size > 1:
-        chosen.append(_choose(HIDDEN_COMMUNICATION, saved, *_hidden_communication(config, machine)))
-    return tuple(choice for choice in chosen if config.value(choice.key) is None)
+    return (
+        *(choice for choice in chosen if config.value(choice.key) is None),
+        *tensor_parallel(config, machine, saved),
+    )
+
+
+def tensor_parallel(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None = None) -> tuple[Choice, ...]:
+    """The choices of layers, CUDA graphs and hidden communication under tensor parallelism that the configuration
+    leaves open; see `choices`."""
+    if config.parallel.tensor_model_parallel_size == 1:
+        return ()
+    saved, chosen = saved or {}, []
+    with_torch = dataclasses.replace(config, arch=dataclasses.replace(config.arch, transformer_impl="torch"))
+    if config.arch.transformer_impl == "auto" and saved.get(LAYERS, "torch") == "torch":
+        hides = _hidden_communication(_with_graphs(with_torch, machine), machine)[0]
+        if hides and machine.transformer_engine is not None and _has_dense_layers(config):
+            chosen.append(Choice(LAYERS, "torch", "their communication is hidden by the GPUs' copy engines"))
+            config = with_torch
+    graphs = _graphs(config, machine)
+    if graphs is not None:
+        chosen.append(graphs)
+    if config.parallel.tp_comm_overlap is None:
+        hidden = _hidden_communication(_with_graphs(config, machine), machine)
+        chosen.append(_choose(HIDDEN_COMMUNICATION, saved, *hidden))
+    return tuple(chosen)
 
 
 def all_choices(config: RunConfig, machine: Machine, shards: int, connections: str | None) -> tuple[Choice, ...]:
     """All choices that a run makes on a machine, for `explain`; see `choices` and `cuda_connections`."""
+    of_run = choices(config, machine, shards)
+    config = with_choices(config, of_run)
     transformer_engine = has_transformer_engine_layers(config, machine)
     kernels = kernel_choices(config.arch, machine, transformer_engine)
     open_kernels = [choice for choice in kernels if choice.key.partition(".")[2] not in config.arch.upstream]
     if config.arch.num_experts is not None and config.arch.experts_impl == "auto":
         with_fp8 = fp8_settings(config) is not None
         open_kernels.append(experts_choice(config.arch, machine, transformer_engine, with_fp8))
-    chosen = [*choices(config, machine, shards), *_model_choices(config, machine), *open_kernels]
+    chosen = [*of_run, *_model_choices(config, machine), *open_kernels]
     if machine.platform == "cuda":
-        chosen.append(cuda_connections(config, connections))
+        chosen.append(cuda_connections(config, machine, connections))
     return tuple(chosen)
 
 
@@ -182,11 +209,19 @@ def with_choices(config: RunConfig, chosen: tuple[Choice, ...]) -> RunConfig:
             values = values.setdefault(name, {})
         values[key] = choice.value
         origins[choice.path] = Origin(Node(choice.value, f"chosen: {choice.reason}"), SetBy.MACHINE)
-    changed = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()}
+    changed = {name: _replaced(getattr(config, name), keys) for name, keys in sections.items()}
     return dataclasses.replace(config, **changed, resolved=resolved, origins=origins)
 
 
-def cuda_connections(config: RunConfig, environment: str | None) -> Choice:
+def _replaced(section: Any, keys: Mapping[str, Any]) -> Any:
+    """The section with these values; Megatron-Core's own keys stand in its `upstream`."""
+    names = {field.name for field in dataclasses.fields(section)}
+    ours = {name: value for name, value in keys.items() if name in names}
+    theirs = {name: value for name, value in keys.items() if name not in names}
+    return dataclasses.replace(section, **ours, **({"upstream": {**section.upstream, **theirs}} if theirs else {}))
+
+
+def cuda_connections(config: RunConfig, machine: Machine, environment: str | None) -> Choice:
     """Value of `CUDA_DEVICE_MAX_CONNECTIONS`.
 
     Args:
@@ -197,6 +232,9 @@ def cuda_connections(config: RunConfig, environment: str | None) -> Choice:
         return Choice(CONNECTIONS, environment, "set in the environment")
     sizes = {"tensor": parallel.tensor_model_parallel_size, "context": parallel.context_parallel_size}
     kinds = [kind for kind, size in sizes.items() if size > 1]
+    if kinds == ["tensor"] and _uses_copy_engines(config, machine):
+        # two H200s, 2026-11-26: 59,765 tokens/s, with one queue 54,268 (1.5B Llama, CUDA graphs)
+        return Choice(CONNECTIONS, "8", "with one queue a product would wait for a copy that was queued before it")
     if kinds:
         # tensor_parallel/layers.py relies on it
         reason = f"{' and '.join(kinds)} parallelism overlap communication by the order in which kernels are queued"
@@ -270,14 +308,57 @@ def _hidden_communication(config: RunConfig, machine: Machine) -> tuple[bool, st
         return False, "on the CPU gloo and the products share the cores", False
     if has_transformer_engine_layers(config, machine):
         return False, "the user buffers of Transformer Engine's layers must be asked for", False
-    has_graphs = config.arch.upstream.get("cuda_graph_impl", "none") != "none"
-    if has_graphs or not (config.dtype.bf16 or config.dtype.fp16):
-        return False, "it was measured in half precision without CUDA graphs", False
+    if not (config.dtype.bf16 or config.dtype.fp16):
+        return False, "it was measured in half precision", False
+    if derived.captures_graphs(config.arch):
+        return True, "CUDA graphs leave no time of Python that communication could hide behind", False
     tokens = train.seq_length * train.micro_batch_size // parallel.context_parallel_size
     elements = tokens * config.arch.hidden_size // parallel.tensor_model_parallel_size
     if elements < _HIDING_ELEMENTS:
         return False, f"parts of products of {tokens:,} tokens may be slower than the communication", False
     return True, f"products of {tokens:,} tokens hide the communication of sequence parallelism", False
+
+
+def _has_dense_layers(config: RunConfig) -> bool:
+    """Whether torch's layers were measured to be as fast as Transformer Engine's."""
+    arch = config.arch
+    special = arch.num_experts, arch.linear_attention_freq, arch.mtp_num_layers, fp8_settings(config)
+    return all(value is None for value in special) and not arch.multi_latent_attention
+
+
+def _with_graphs(config: RunConfig, machine: Machine) -> RunConfig:
+    graphs = _graphs(config, machine)
+    return config if graphs is None else with_choices(config, (graphs,))
+
+
+def _graphs(config: RunConfig, machine: Machine) -> Choice | None:
+    """CUDA graphs of layers where they were measured to be faster and to keep the losses; None elsewhere, and where the
+    configuration says it."""
+    arch, parallel = config.arch, config.parallel
+    if {"cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"} & arch.upstream.keys():
+        return None
+    if machine.platform != "cuda" or machine.megatron_core < _GRAPHS_FROM:
+        return None
+    if has_transformer_engine_layers(config, machine) or config.adapter.adapter_type != "none":
+        return None
+    others = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    is_plain = _has_dense_layers(config) and others == (1, 1) and config.recompute.recompute_granularity is None
+    in_half = config.dtype.bf16 or config.dtype.fp16
+    has_one_shape = config.flow.flow_key in _ONE_PASS and not derived.varies_in_length(config)
+    if not (is_plain and in_half and has_one_shape and derived.sequence_parallel(parallel)):
+        return None
+    return Choice(GRAPHS, "local", "without them the layers of tensor parallelism wait for Python")
+
+
+_ONE_PASS = ("gpt_sft", "gpt_pretrain")
+"""Flows that pass each micro-batch through the layers once."""
+
+
+def _uses_copy_engines(config: RunConfig, machine: Machine) -> bool:
+    """Whether torch's layers hide the communication of tensor parallelism."""
+    config = with_choices(config, tensor_parallel(config, machine))
+    hidden = machine.platform == "cuda" and bool(config.parallel.tp_comm_overlap)
+    return hidden and not has_transformer_engine_layers(config, machine)
 
 
 def _overlapped_gather(

@@ -145,7 +145,7 @@ class MegatronWrap:
         timeout = self.config.init.distributed_timeout_minutes
         check_layout(self.config, launch.environment_world_size())
         self.platform.install(
-            {CONNECTIONS: str(cuda_connections(self.config, os.environ.get(CONNECTIONS)).value)},
+            {CONNECTIONS: str(cuda_connections(self.config, self.platform.machine, os.environ.get(CONNECTIONS)).value)},
             deterministic=bool(self.config.arch.upstream.get("deterministic_mode")),
         )
         self._processes = launch.start(self.platform.backend, self.platform.device, timeout)

@@ -21,7 +21,7 @@ from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.launch.ray_controller import RankConfig, UserErrors
 from megatron_wrap.launch.ray_workers import Work
-from megatron_wrap.platform.base.machine import visible_gpus
+from megatron_wrap.platform.base.machine import this_machine, visible_gpus
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
@@ -46,7 +46,8 @@ class Trainer(DataParallelTrainer):
         save = config.train.save
         folder = os.path.join(output_dir(config), "ray") if save is None else os.path.expanduser(save)
         self._folder = Path(os.path.abspath(folder))
-        connections = cuda_connections(config, os.environ.get(CONNECTIONS)).value
+        machine = this_machine(config.init.platform)
+        connections = cuda_connections(config, machine, os.environ.get(CONNECTIONS)).value
         DataParallelTrainer.__init__(  # that of TorchTrainer, which may stand between, starts a process group
             self,
             work,

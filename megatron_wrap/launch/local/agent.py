@@ -24,6 +24,7 @@ from megatron_wrap.launch.watch.process_watch import FAILURE, ProcessWatch
 from megatron_wrap.parallel import rank_log
 from megatron_wrap.parallel.watch import flight_recorder
 from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
+from megatron_wrap.platform.base.machine import this_machine
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -83,7 +84,8 @@ def launch_processes(
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
     if config is not None:
-        os.environ[CONNECTIONS] = str(cuda_connections(config, os.environ.get(CONNECTIONS)).value)
+        machine = this_machine(config.init.platform)
+        os.environ[CONNECTIONS] = str(cuda_connections(config, machine, os.environ.get(CONNECTIONS)).value)
     launch = _torchrun(nodes, seconds_to_meet)
     if signals is not None and "signals_to_handle" in {field.name for field in fields(launch)}:  # torch 2.10
         launch = replace(launch, signals_to_handle=AGENT_SIGNALS)

@@ -10,7 +10,9 @@ from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.defaults import (
     FUSED_CLIPPING,
+    GRAPHS,
     HIDDEN_COMMUNICATION,
+    LAYERS,
     all_choices,
     choices,
     cuda_connections,
@@ -18,6 +20,7 @@ from megatron_wrap.config.defaults import (
     kernel_choices,
     with_choices,
 )
+from megatron_wrap.config.schema import derived
 from megatron_wrap.platform.base.machine import Machine
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -122,7 +125,7 @@ def test_the_resolved_tree_and_the_sources_have_the_values() -> None:
 )
 def test_queues_of_a_gpu(sizes: dict[str, int], variable: str | None, expected: str) -> None:
     config = load(*(f"{PARALLEL}.{name}={size}" for name, size in sizes.items()))
-    assert cuda_connections(config, variable).value == expected
+    assert cuda_connections(config, GPU, variable).value == expected
 
 
 @pytest.mark.parametrize(
@@ -221,6 +224,50 @@ def test_communication_of_tensor_parallelism_is_hidden_from_the_measured_size_on
 )
 def test_adam_clips_on_gpus_with_triton(overrides: tuple[str, ...], machine: Machine, expected: bool | None) -> None:
     assert values(load(*overrides), machine, 1).get(FUSED_CLIPPING) is expected
+
+
+FIXED = (*MEASURED, f"{ARCH}.transformer_impl=auto", "megatron_wrap.flow.collate_type=fixed_length")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "layers", "graphs", "queues"),
+    [
+        (FIXED, GPU, "torch", "local", "8"),
+        ((*FIXED, "megatron_lm.train.common.micro_batch_size=1"), GPU, "torch", "local", "8"),
+        (FIXED, PLAIN_GPU, None, "local", "8"),
+        (FIXED, dataclasses.replace(GPU, megatron_core=(0, 16, 1)), "torch", None, "8"),
+        ((*FIXED, "megatron_wrap.flow.collate_type=dynamic_length"), GPU, "torch", None, "8"),
+        ((*FIXED, "megatron_lm.train.recompute.recompute_granularity=selective"), GPU, "torch", None, "8"),
+        ((*FIXED, f"{ARCH}.cuda_graph_impl=none"), GPU, "torch", None, "8"),
+        ((*FIXED, f"{ARCH}.transformer_impl=transformer_engine"), GPU, None, None, "1"),
+        ((*FIXED, "megatron_lm.train.dtype.fp8=hybrid"), GPU, None, None, "1"),
+        ((*FIXED, "megatron_lm.train.dtype.__select__=fp32"), GPU, None, None, "1"),
+        ((*FIXED, f"{PARALLEL}.tp_comm_overlap=false"), GPU, "torch", "local", "1"),
+        (
+            (*FIXED, f"{PARALLEL}.tensor_model_parallel_size=1", f"{PARALLEL}.sequence_parallel=null"),
+            GPU,
+            None,
+            None,
+            "32",
+        ),
+        (FIXED, CPU, None, None, "1"),
+    ],
+)
+def test_layers_and_graphs_of_tensor_parallelism_are_the_fastest_measured(
+    overrides: tuple[str, ...], machine: Machine, layers: str | None, graphs: str | None, queues: str
+) -> None:
+    config = load(*overrides, run="tiny-llama-sft")
+    chosen = values(config, machine, 1)
+    assert (chosen.get(LAYERS), chosen.get(GRAPHS)) == (layers, graphs)
+    assert cuda_connections(config, machine, None).value == queues
+    decided = with_choices(config, choices(config, machine, 1))
+    assert derived.captures_graphs(decided.arch) == (graphs == "local")
+    check_values(decided)
+
+
+def test_a_resumed_run_keeps_its_layers() -> None:
+    assert LAYERS not in values(load(*FIXED, run="tiny-llama-sft"), GPU, 1, saved={LAYERS: "auto"})
+    assert values(load(*FIXED, run="tiny-llama-sft"), GPU, 1, saved={LAYERS: "torch"})[LAYERS] == "torch"
 
 
 @pytest.mark.parametrize("saved", [True, False])
