@@ -37,7 +37,8 @@ class Launcher:
         self.process = self._start()
         wait_for(lambda: self.process.poll() is not None or (metrics.exists() and metrics.stat().st_size > size))
         assert self.process.poll() is None, self.process.communicate()[1]
-        self.ranks = [pid for pid in children(self.process.pid) if b"run_path" in _command(pid)]
+        self.ranks = children(self.process.pid)
+        assert len(self.ranks) == 2
 
     def _start(self) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -78,10 +79,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 def children(pid: int) -> list[int]:
     return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _content(task / "children").split()]
-
-
-def _command(pid: int) -> bytes:
-    return _content(Path(f"/proc/{pid}/cmdline"))
 
 
 def _content(file: Path) -> bytes:

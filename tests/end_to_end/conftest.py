@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,10 +10,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _interpreters import forked_interpreters
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    """Tests that only `--all` runs fork their interpreters; the others prove that the commands need no more than a new
+    interpreter imports."""
+    forks = item.get_closest_marker("matrix") or item.get_closest_marker("documentation")
+    with forked_interpreters() if forks else contextlib.nullcontext():
+        yield
 
 
 @dataclass(frozen=True)
