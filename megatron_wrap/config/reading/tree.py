@@ -1,6 +1,7 @@
 """The tree of YAML files that a run's YAML selects from and overrides: the shipped one, and over it, file by file, a
 `nest/` folder in the folder of the run's YAML."""
 
+import functools
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,10 +87,41 @@ def open_tree(view: Path) -> Folder:
     shipped, overlay = shipped_root(), view.resolve().parent / OVERLAY_FOLDER
     if not shipped.is_dir():
         raise ConfigError(f"{shipped}: the tree of the package is missing; install megatron-wrap again")
-    roots = [shipped]
     if overlay.is_dir() and overlay != shipped.resolve():
-        roots.append(overlay)
-    return _scan(roots, "")
+        return _scan([shipped, overlay], "")
+    return _last_scan(shipped, shown_path(shipped)).current()
+
+
+class _Scanned:
+    """The tree of one root; it is scanned again when a folder or a manifest has changed."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._tree = Folder("", "")
+        self._changed: dict[str, int] = {}  # path -> time of its last change in nanoseconds
+
+    def current(self) -> Folder:
+        """The tree; callers do not change it."""
+        if not self._changed or any(_changed(path) != changed for path, changed in self._changed.items()):
+            folders = [folder for folder, _, _ in os.walk(self._root)]
+            paths = [*folders, *(os.path.join(folder, MANIFEST) for folder in folders)]
+            self._changed = {path: _changed(path) for path in paths}
+            self._tree = _scan([self._root], "")
+        return self._tree
+
+
+def _changed(path: str) -> int:
+    """0 if there is no such file or folder."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
+@functools.lru_cache(maxsize=2)
+def _last_scan(root: Path, shown: str) -> _Scanned:
+    """That of a root, whose folders messages show as `shown`: it depends on the working directory."""
+    return _Scanned(root)
 
 
 def _scan(roots: list[Path], relative: str) -> Folder:

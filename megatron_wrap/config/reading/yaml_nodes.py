@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -280,13 +281,31 @@ _Dumper.add_representer(  # a text of several lines stays on one line of the fil
 
 def dump_yaml(value: Any) -> str:
     """`value` as YAML text that PyYAML and `read_yaml` both read back equal."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+    return "".join(_block(value, "")) if isinstance(value, dict) and value else _dump(value, in_blocks=True)
+
+
+def _block(mapping: dict[str, Any], indent: str) -> Iterator[str]:
+    """The text of a mapping as PyYAML writes it, in a tenth of its time."""
+    for key, value in mapping.items():
+        is_simple = type(key) is str and 0 < len(key) < 100 and key.isprintable()
+        if not is_simple or (isinstance(value, list | tuple) and value):
+            lines = _dump({key: value}, in_blocks=True).split("\n")[:-1]
+            yield "".join(f"{indent}{line}\n" for line in lines)
+        elif isinstance(value, dict) and value:
+            yield f"{indent}{_inline_text(key)}:\n"
+            yield from _block(value, indent + "  ")
+        else:
+            yield f"{indent}{_inline_text(key)}: {inline_yaml(value)}\n"
 
 
 def inline_yaml(value: Any) -> str:
     """`value` as YAML text on one line."""
     if value is None or type(value) in (bool, int):  # most values of a configuration; an emitter costs 0.5 ms
         return "null" if value is None else str(value).lower()
+    if type(value) is float:
+        return _inline_float(repr(value))
+    if type(value) in (list, dict) and not value:
+        return "[]" if type(value) is list else "{}"
     return _inline_text(value) if type(value) is str else _inline(value)
 
 
@@ -295,8 +314,17 @@ def _inline_text(text: str) -> str:
     return _inline(text)
 
 
+@functools.lru_cache(maxsize=1024)
+def _inline_float(digits: str) -> str:
+    return _inline(float(digits))
+
+
 def _inline(value: Any) -> str:
+    return _dump(value, in_blocks=False).removesuffix("...\n").strip()
+
+
+def _dump(value: Any, in_blocks: bool) -> str:
     text: str = yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
+        value, Dumper=_Dumper, default_flow_style=not in_blocks, sort_keys=False, allow_unicode=True, width=10**6
     )
-    return text.removesuffix("...\n").strip()
+    return text

@@ -11,6 +11,7 @@ from _messages import assert_facts
 from confignest import ConfigNest
 
 from megatron_wrap.config.decode import load_tree
+from megatron_wrap.config.reading import tree
 from megatron_wrap.config.reading.tree import shipped_root
 from megatron_wrap.errors import ConfigError
 
@@ -33,6 +34,28 @@ def test_shipped_configurations_compose_as_confignest_does(name: str) -> None:
         return {key: as_dict(below) for key, below in vars(part).items()} if hasattr(part, "__dict__") else part
 
     assert load_tree(CONFIGS / name).values == as_dict(plain)
+
+
+def test_a_tree_that_changes_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "tree"
+    (root / "flow").mkdir(parents=True)
+    monkeypatch.setattr(tree, "shipped_root", lambda: root)
+
+    def later(path: Path) -> None:  # than the clock of files can tell
+        os.utime(path, ns=(0, os.stat(path).st_mtime_ns + 10**9))
+
+    assert tree.open_tree(tmp_path / "run.yaml").sections() == {}
+    (root / "flow/a.yaml").write_text("b: 1\n")
+    later(root / "flow")
+    read = tree.open_tree(tmp_path / "run.yaml")
+    assert list(read.sections()) == ["flow.a"]
+    assert tree.open_tree(tmp_path / "run.yaml") is read
+    manifest = root / "flow" / tree.MANIFEST
+    manifest.write_text("selection_mode: one\n")
+    assert list(tree.open_tree(tmp_path / "run.yaml").sections()) == ["flow"]
+    manifest.write_text("selection_mode: all\n")
+    later(manifest)
+    assert list(tree.open_tree(tmp_path / "run.yaml").sections()) == ["flow.a"]
 
 
 def test_every_value_knows_the_line_that_gave_it(write_run: Write) -> None:

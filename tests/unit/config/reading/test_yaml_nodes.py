@@ -1,5 +1,6 @@
 """YAML with positions, against PyYAML and Python's own numbers."""
 
+import math
 import os
 from pathlib import Path
 
@@ -129,6 +130,9 @@ def test_what_is_written_reads_back_equal_in_both_readings(tmp_path: Path) -> No
         "f": "null",
         "g": {"h": 1e300, "i": "ü: #"},
         "j": "a\nb: c\n",
+        "": {},
+        "k: l": {"m\nn": [[], {"o": [{"p": "- q"}]}], "yes": {"r" * 200: -0.0}},
+        "s": ["t\nu", {"v": math.inf}],
     }
     path = tmp_path / "a.yaml"
     path.write_text(dump_yaml(values), encoding="utf-8")
@@ -139,6 +143,6 @@ def test_what_is_written_reads_back_equal_in_both_readings(tmp_path: Path) -> No
     assert len(inline_yaml(values).splitlines()) == 1
 
 
-@pytest.mark.parametrize("value", [None, True, False, 0, -7, 10**20])
+@pytest.mark.parametrize("value", [None, True, False, 0, -7, 10**20, 0.0, -0.0, 1e-5, 2.5, math.inf, [], {}])
 def test_the_text_of_a_plain_value_is_pyyaml_s(value):
     assert f"[{inline_yaml(value)}]" == yaml.safe_dump([value], default_flow_style=True).strip()
