@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import platform as host
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,19 @@ def write_run_facts(state: TrainingState, output_dir: Path, resumed_from: int | 
         "layout": layout_facts(parallel, state.platform.name),
         "processes": parallel.world.size,
         "environment": _environment(state),
-        "configuration": [[path, value, str(config.origins[path])] for path, value in _values(config).items()],
     }
+    values = [[path, value, str(config.origins[path])] for path, value in _values(config).items()]
     path = output_dir / FILE_NAME
     with refuse_unwritable("facts about the run", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(path, _json(facts, values))
+
+
+def _json(facts: Mapping[str, Any], values: Sequence[list[str]]) -> str:
+    """The facts as JSON, with a line for each value of the configuration. Without an indent these are encoded in C."""
+    text = json.dumps(facts, indent=1, ensure_ascii=False).removesuffix("\n}")
+    lines = ",\n  ".join(json.dumps(value, ensure_ascii=False) for value in values)
+    return f'{text},\n "configuration": [\n  {lines}\n ]\n}}\n'
 
 
 def _values(config: RunConfig) -> dict[str, str]:
