@@ -153,7 +153,7 @@ class MegatronWrap:
         self._heartbeat = heartbeat.begin(self._processes.rank, self._where)
         check_layout(self.config, self._processes.world_size)
         self._parallel = build_parallel_state(self.config.parallel, derived.virtual_pipeline_size(self.config), timeout)
-        seed_everything(self.config.train.seed, self._parallel)
+        seed_everything(self.config.train.seed, self.platform, self._parallel)
         logger.info_rank_0(
             f"{self.config.name}: {counted(self._processes.world_size, 'process')} on {self.platform.name} over "
             f"{self.platform.backend}, layout {self._parallel.layout}"

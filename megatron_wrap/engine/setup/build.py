@@ -73,7 +73,7 @@ def build_training_state(
         from_hugging_face: False ignores hf_path and adapter.path, for a caller that loads a checkpoint.
         training: False builds only the model, without gradient buffers and optimizer.
     """
-    seed_everything(config.train.seed, parallel, derived.captures_graphs(config.arch))
+    seed_everything(config.train.seed, platform, parallel, derived.captures_graphs(config.arch))
     vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     flow = build_flow(config, tokenizer, vocab_size, parallel)
     prepare_sample = sample_preparation(flow, config) if training else flow.prepare_sample
@@ -193,7 +193,7 @@ def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int
     return model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
 
 
-def seed_everything(seed: int, parallel: ParallelState, in_graphs: bool = False) -> None:
+def seed_everything(seed: int, platform: Platform, parallel: ParallelState, in_graphs: bool = False) -> None:
     """Seed Python, numpy, torch and Megatron-Core's tensor-parallel generators, each pipeline stage differently, as in
     Megatron-LM (megatron/training/initialize.py).
 
@@ -205,7 +205,7 @@ def seed_everything(seed: int, parallel: ParallelState, in_graphs: bool = False)
     stage_seed = seed + 100 * parallel.pp.rank
     random.seed(stage_seed)
     numpy.random.seed(stage_seed)
-    torch.manual_seed(stage_seed)
+    platform.seed(stage_seed)
     kind = {"use_cudagraphable_rng": True, "force_reset_rng": True} if in_graphs else {}
     model_parallel_cuda_manual_seed(stage_seed, **kind)
 

@@ -159,6 +159,12 @@ class Platform(ABC):
     def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
         """Implements `install`; records every change in `replacements`."""
 
+    def seed(self, seed: int) -> None:
+        """Seed torch's generators of this platform's devices."""
+        import torch
+
+        torch.manual_seed(seed)
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for all work that this process queued on the device."""
