@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 import statistics
 import time
 from collections.abc import Mapping
@@ -154,7 +156,11 @@ class StepProfiler:
         folder = self._range_folder(self._recorded[-1][0])
         folder.mkdir(parents=True, exist_ok=True)
         self._trace = folder / f"trace-rank{self._rank}.json.gz"
-        finished.export_chrome_trace(str(self._trace))
+        plain = self._trace.with_suffix("")
+        finished.export_chrome_trace(str(plain))  # torch would compress it line by line, of which it has 100,000
+        with plain.open("rb") as source, gzip.open(self._trace, "wb", compresslevel=6) as compressed:
+            shutil.copyfileobj(source, compressed, 1 << 20)
+        plain.unlink()
 
     def _report(self) -> None:
         """Compare all processes, keep the files of rank 0 and of the slowest rank, write and log the table."""
