@@ -112,6 +112,8 @@ def test_a_wrong_input_is_one_error(run):
 @pytest.mark.transformers
 def test_the_validation_finds_a_pair_that_is_too_long_and_refused(run):
     """It encodes the samples as the flow does, in the same way as this command."""
+    pairs = Path("examples/data/generated/preference-train.jsonl")
+    pairs.write_text("".join(pairs.read_text("utf-8").splitlines(keepends=True)[:200]), "utf-8")
     overrides = ["megatron_wrap.flow.truncation=refuse", "megatron_lm.train.common.seq_length=1024"]
     config = ROOT / "configs/tiny-llama-dpo.yaml"
     check_lengths(load_run_config(config, overrides))
