@@ -2,9 +2,9 @@
 where Triton is installed.
 
 A program computes one tile of one expert's gradient over all of the expert's rows, and adds it to the buffer or writes
-it there once, so the gradient is never rounded to half precision. There are two forms of the kernel: with a program for
-each tile, and, where the GPU loads tiles by descriptors, with a program for each multiprocessor, whose loads of the
-next tile's operands overlap with the addition of this one.
+it there once, so the gradient is never rounded to half precision. There are two forms of the kernel: a program for each
+tile, which loads by pointers; and, where the GPU loads by descriptors, a program for each multiprocessor, which
+computes tiles one after another.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _persistent_kernel(
 ):
     tiles_out, tiles_in = tl.cdiv(outputs, block_out), tl.cdiv(inputs, block_in)
     tiles = tiles_out * tiles_in
-    for number in tl.range(tl.program_id(0), experts * tiles, tl.num_programs(0), flatten=True):
+    for number in tl.range(tl.program_id(0), experts * tiles, tl.num_programs(0)):
         expert = number // tiles
         index_out, index_in = _place(number % tiles, tiles_out, tiles_in, group)
         begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
