@@ -98,12 +98,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def _in_process(body: Callable[[], None]) -> None:
     """Call body() in a forked process, and fail or skip as it does."""
+    from megatron_wrap.utils.dist_logger import configure_console
+
     context = multiprocessing.get_context("fork")
     theirs, mine = context.Pipe(duplex=False)
 
     def child() -> None:
         torch.set_num_threads(1)
         gc.freeze()  # the collections of a run skip what this process has from its parent
+        configure_console()  # once: each run would add a sink, and loguru's own again when it ends, 4 ms each
         failure, skipped = "", ""
         try:
             body()

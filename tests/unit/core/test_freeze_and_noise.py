@@ -54,7 +54,7 @@ def weights(wrap: MegatronWrap) -> dict[str, torch.Tensor]:
         ("['*norm*']", ("input_layernorm", "post_attention_layernorm", "model.norm")),
     ],
 )
-def test_frozen_parameters_keep_their_values_and_have_no_optimizer_state(patterns, expected, caplog):
+def test_frozen_parameters_keep_their_values_and_have_no_optimizer_state(patterns, expected):
     with started(FREEZE + patterns) as wrap:
         before = weights(wrap)
         for _ in range(2):

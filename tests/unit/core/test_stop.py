@@ -5,6 +5,7 @@ Each test runs in a forked process with a group of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -63,6 +64,19 @@ def train(*overrides: str, after_step: Callable[[MegatronWrap], None] = lambda w
     return losses
 
 
+@pytest.fixture(scope="module")
+def unbroken_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("unbroken") / "losses.json"
+
+
+def unbroken(file: Path) -> list[float]:
+    """The losses of a run that nothing stops, which the first process that asks for them trains."""
+    if not file.exists():
+        file.write_text(json.dumps(train(f"{TRAIN}.save=others")))
+    losses: list[float] = json.loads(file.read_text())
+    return losses
+
+
 def at_iteration(iteration: int, action: Callable[[], object]) -> Callable[[MegatronWrap], None]:
     def after_step(wrap: MegatronWrap) -> None:
         if wrap.iteration == iteration:
@@ -85,8 +99,10 @@ def tracker() -> str:
         (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted"),
     ],
 )
-def test_a_request_saves_after_the_step_and_the_run_continues_exactly(request_stop, exit_code, words, capfd):
-    unbroken = train(f"{TRAIN}.save=others")
+def test_a_request_saves_after_the_step_and_the_run_continues_exactly(
+    request_stop, exit_code, words, unbroken_file, capfd
+):
+    losses = unbroken(unbroken_file)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with pytest.raises(RunStopped) as end:
         train(SAVE, WORKER, after_step=at_iteration(2, request_stop))
@@ -99,7 +115,7 @@ def test_a_request_saves_after_the_step_and_the_run_continues_exactly(request_st
         f"{words} after iteration 3 of 6; newest checkpoint: checkpoints/iter_0000003; the same command resumes "
         "from it\n" in printed
     )
-    assert end.value.losses + train(SAVE)[-3:] == unbroken[:2] + unbroken[3:]  # train() of step 3 did not return
+    assert end.value.losses + train(SAVE)[-3:] == losses[:2] + losses[3:]  # train() of step 3 did not return
 
 
 def test_a_second_interrupt_ends_the_step(capfd):

@@ -55,7 +55,8 @@ CHAT = {"messages": [{"role": "user", "content": "Hello there."}, {"role": "assi
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "MAX_RENDER_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "_POLL_SECONDS", 0.02)
     monkeypatch.setattr(limits, "MAX_RENDER_BYTES", 1 << 26)
     monkeypatch.setattr(limits, "MAX_CHARACTERS", 1 << 20)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import pickle
 import re
@@ -375,10 +374,9 @@ def test_contradictions(overrides, words):
         assert word in str(error.value)
 
 
-def test_no_line_of_megatron_core_reaches_the_user(folder, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        open_indexed(run(f"{DATA}.train={folder}/a", f"{DATA}.cache_dir={tmp_path}"), VOCAB, None)
-    assert [record for record in caplog.records if record.name.startswith("megatron")] == []
+def test_no_line_of_megatron_core_reaches_the_user(folder, tmp_path, log_records):
+    open_indexed(run(f"{DATA}.train={folder}/a", f"{DATA}.cache_dir={tmp_path}"), VOCAB, None)
+    assert [record for record in log_records if record.name.startswith("megatron")] == []
 
 
 def test_one_of_several_processes_builds_the_index(folder, tmp_path, monkeypatch):

@@ -191,11 +191,11 @@ def test_unexpected_megatron_function_is_reported_with_its_version(installed):
         cpu._patch_moe_utils(types.ModuleType("megatron.core.other"), lambda function: [], Replacements())
 
 
-def test_only_known_log_noise_is_hidden(installed, caplog):
+def test_only_known_log_noise_is_hidden(installed, log_records):
     logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
     logger.warning("GPTModel IS DEPRECATED. GPTModel is only accepting critical bug fixes")
     logger.warning("something else")
-    assert [record.getMessage() for record in caplog.records] == ["something else"]
+    assert [record.getMessage() for record in log_records] == ["something else"]
 
 
 def test_cpu_platform_on_a_machine_with_gpus_and_transformer_engine(tmp_path):
