@@ -146,11 +146,13 @@ def _take_descriptors(named: dict[str, Any]) -> None:
     for standard, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
         if named[name] not in (-1, standard):
             os.dup2(named[name], standard)
-    if named["close_fds"]:
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2 and descriptor not in named["pass_fds"]:
-                with contextlib.suppress(OSError):  # that of the listing
-                    os.close(descriptor)
+    if not named["close_fds"]:
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in (null, *named["pass_fds"]):
+            # not closed: an object of the parent still does that, perhaps when another file has the number
+            os.dup2(null, descriptor, inheritable=False)
 
 
 def _forget_parent(unbuffered: bool) -> None:
