@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _interpreters import forked_interpreters
 
 pytestmark = pytest.mark.drill
 
@@ -35,8 +36,9 @@ SHORT_FORMS = {
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("[!_]*.py") if path.stem not in SHORT_FORMS))
-def test_a_short_drill_finds_nothing(name):
+def test_a_short_drill_finds_nothing(name, imported_for_ranks):
     command = [sys.executable, FOLDER / f"{name}.py", "--count", str(COUNTS.get(name, 20))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    with forked_interpreters():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WRONG" not in done.stdout
