@@ -14,7 +14,7 @@ from megatron_wrap.config.defaults import (
     Choice,
     all_choices,
     has_transformer_engine_layers,
-    tensor_parallel,
+    layer_choices,
     with_choices,
 )
 from megatron_wrap.config.explain import explain
@@ -81,6 +81,6 @@ def _choices_here(config: RunConfig) -> tuple[Choice, ...]:
     chosen = all_choices(config, machine, max(1, shards), os.environ.get(CONNECTIONS))
     tokens = config.arch.vocab_size  # without a tokenizer nothing more is known, and explain loads none
     split = None if tokens is None else split_choice(config, tokens, machine.device)
-    here = with_choices(config, tensor_parallel(config, machine))
+    here = with_choices(config, layer_choices(config, machine))
     exchange = exchange_choice(here, has_transformer_engine_layers(here, machine))
     return (*chosen, *(choice for choice in (split, exchange) if choice is not None))

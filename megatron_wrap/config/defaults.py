@@ -84,28 +84,29 @@ def choices(
         chosen.append(Choice("ddp.ddp_bucket_size", size, f"Megatron-Core's rule for {shards} processes"))
     return (
         *(choice for choice in chosen if config.value(choice.key) is None),
-        *tensor_parallel(config, machine, saved),
+        *layer_choices(config, machine, saved),
     )
 
 
-def tensor_parallel(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None = None) -> tuple[Choice, ...]:
-    """The choices of layers, CUDA graphs and hidden communication under tensor parallelism that the configuration
-    leaves open; see `choices`."""
-    if config.parallel.tensor_model_parallel_size == 1:
+def layer_choices(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None = None) -> tuple[Choice, ...]:
+    """The choices of layers, CUDA graphs and hidden communication under tensor and context parallelism that the
+    configuration leaves open; see `choices`."""
+    tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    if tensor == context == 1:
         return ()
     saved, chosen = saved or {}, []
     with_torch = dataclasses.replace(config, arch=dataclasses.replace(config.arch, transformer_impl="torch"))
     if config.arch.transformer_impl == "auto" and saved.get(LAYERS, "torch") == "torch":
-        hides = _hidden_communication(_with_graphs(with_torch, machine), machine)[0]
-        if hides and machine.transformer_engine is not None and _has_dense_layers(config):
-            chosen.append(Choice(LAYERS, "torch", "their communication is hidden by the GPUs' copy engines"))
+        faster = _graphs(with_torch, machine) is not None or _hidden_communication(with_torch, machine)[0]
+        if faster and machine.transformer_engine is not None and _has_dense_layers(config):
+            chosen.append(Choice(LAYERS, "torch", "the GPUs' copy engines hide their communication"))
             config = with_torch
     graphs = _graphs(config, machine)
     if graphs is not None:
         chosen.append(graphs)
-    if config.parallel.tp_comm_overlap is None:
-        hidden = _hidden_communication(_with_graphs(config, machine), machine)
-        chosen.append(_choose(HIDDEN_COMMUNICATION, saved, *hidden))
+        config = with_choices(config, (graphs,))
+    if tensor > 1 and config.parallel.tp_comm_overlap is None:
+        chosen.append(_choose(HIDDEN_COMMUNICATION, saved, *_hidden_communication(config, machine)))
     return tuple(chosen)
 
 
@@ -232,7 +233,7 @@ def cuda_connections(config: RunConfig, machine: Machine, environment: str | Non
         return Choice(CONNECTIONS, environment, "set in the environment")
     sizes = {"tensor": parallel.tensor_model_parallel_size, "context": parallel.context_parallel_size}
     kinds = [kind for kind, size in sizes.items() if size > 1]
-    if kinds == ["tensor"] and _uses_copy_engines(config, machine):
+    if kinds and _uses_copy_engines(config, machine):
         # two H200s, 2026-11-26: 59,765 tokens/s, with one queue 54,268 (1.5B Llama, CUDA graphs)
         return Choice(CONNECTIONS, "8", "with one queue a product would wait for a copy that was queued before it")
     if kinds:
@@ -326,11 +327,6 @@ def _has_dense_layers(config: RunConfig) -> bool:
     return all(value is None for value in special) and not arch.multi_latent_attention
 
 
-def _with_graphs(config: RunConfig, machine: Machine) -> RunConfig:
-    graphs = _graphs(config, machine)
-    return config if graphs is None else with_choices(config, (graphs,))
-
-
 def _graphs(config: RunConfig, machine: Machine) -> Choice | None:
     """CUDA graphs of layers where they were measured to be faster and to keep the losses; None elsewhere, and where the
     configuration says it."""
@@ -341,13 +337,13 @@ def _graphs(config: RunConfig, machine: Machine) -> Choice | None:
         return None
     if has_transformer_engine_layers(config, machine) or config.adapter.adapter_type != "none":
         return None
-    others = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
-    is_plain = _has_dense_layers(config) and others == (1, 1) and config.recompute.recompute_granularity is None
-    in_half = config.dtype.bf16 or config.dtype.fp16
+    is_plain = _has_dense_layers(config) and config.recompute.recompute_granularity is None
     has_one_shape = config.flow.flow_key in _ONE_PASS and not derived.varies_in_length(config)
-    if not (is_plain and in_half and has_one_shape and derived.sequence_parallel(parallel)):
+    one_stage = parallel.pipeline_model_parallel_size == 1
+    shares = derived.sequence_parallel(parallel) or parallel.tensor_model_parallel_size == 1
+    if not (is_plain and has_one_shape and one_stage and shares and (config.dtype.bf16 or config.dtype.fp16)):
         return None
-    return Choice(GRAPHS, "local", "without them the layers of tensor parallelism wait for Python")
+    return Choice(GRAPHS, "local", "without them layers that exchange parts of tensors wait for Python")
 
 
 _ONE_PASS = ("gpt_sft", "gpt_pretrain")
@@ -355,10 +351,13 @@ _ONE_PASS = ("gpt_sft", "gpt_pretrain")
 
 
 def _uses_copy_engines(config: RunConfig, machine: Machine) -> bool:
-    """Whether torch's layers hide the communication of tensor parallelism."""
-    config = with_choices(config, tensor_parallel(config, machine))
-    hidden = machine.platform == "cuda" and bool(config.parallel.tp_comm_overlap)
-    return hidden and not has_transformer_engine_layers(config, machine)
+    """Whether torch's layers hide the communication of tensor parallelism, or exchange keys and values in a ring."""
+    config = with_choices(config, layer_choices(config, machine))
+    if machine.platform != "cuda" or has_transformer_engine_layers(config, machine):
+        return False
+    parallel = config.parallel
+    rings = parallel.context_parallel_size > 1 and (config.dtype.bf16 or config.dtype.fp16)
+    return bool(parallel.tp_comm_overlap) or (parallel.tensor_model_parallel_size == 1 and rings)
 
 
 def _overlapped_gather(

@@ -130,14 +130,18 @@ def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     return parts
 
 
-def gathering(share: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+def gathering(share: Tensor, group: ProcessGroup, *, own: bool = True) -> Callable[[], Tensor]:
     """Begin to gather the ranks' shares (same shape on each) along the first dimension; call the result to wait for
-    them. They are valid until the group's next gathering begins. Without autograd."""
+    them. They are valid until the group's next gathering begins. Without autograd.
+
+    Args:
+        own: false: the rows of the own share may have any values.
+    """
     share = share.contiguous()
     memory = peer_memory(group, share)
     if memory is not None:
         exchange = memory.exchange("gathered", tuple(share.shape), share.dtype)
-        for offset in range(1, group.size() + 1):
+        for offset in range(1, group.size() + own):
             exchange.send(share, (group.rank() + offset) % group.size(), produced=False)
         return lambda: exchange.finish().flatten(0, 1)
     whole = share.new_empty((group.size() * share.shape[0], *share.shape[1:]))
@@ -218,18 +222,31 @@ def start_exchange(
     return received, work.wait
 
 
-def start_ring_transfer(sent: Tensor, received: Tensor, group: ProcessGroup, *, to_next: bool) -> Callable[[], None]:
+def start_ring_transfer(
+    sent: Tensor, received: Tensor, group: ProcessGroup, *, to_next: bool, purpose: str
+) -> Callable[[], None]:
     """Start to send a contiguous tensor to the next rank of `group` and to receive from the one before, or the other
     way round; collective.
 
     Args:
         received: contiguous, of the same shape and dtype; earlier uses of it need not have finished on the device.
         to_next: false: to the rank before, from the next one.
+        purpose: of the transfer; there is one at a time for each.
 
     Returns:
         a function that waits (on a GPU, the current stream does) until both tensors can be used.
     """
-    return _start_transfer(sent, received, group, 1 if to_next else -1)
+    offset, memory = 1 if to_next else -1, peer_memory(group, sent)
+    if memory is None:
+        return _start_transfer(sent, received, group, offset)
+    target, source = ((group.rank() + step) % group.size() for step in (offset, -offset))
+    exchange = memory.exchange(purpose, tuple(sent.shape), sent.dtype, sources=[source], targets=[target])
+    exchange.send(sent, target, produced=False)
+
+    def finish() -> None:
+        received.copy_(exchange.finish()[source])
+
+    return finish
 
 
 def _start_transfer(sent: Tensor, received: Tensor, group: ProcessGroup, offset: int) -> Callable[[], None]:

@@ -5,6 +5,7 @@ multiprocessors from the products, reached 190 (2026-11-26)."""
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -67,36 +68,57 @@ class PeerMemory:
         self._regions: dict[str, _Region] = {}
         self._outgrown: list[_Region] = []  # captured CUDA graphs may write there
 
-    def exchange(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype) -> PeerExchange:
-        """Begin to exchange tensors of this shape (the same on each rank); collective."""
+    def exchange(
+        self,
+        purpose: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        sources: Sequence[int] | None = None,
+        targets: Sequence[int] | None = None,
+    ) -> PeerExchange:
+        """Begin to exchange tensors of this shape (the same on each rank); collective.
+
+        Args:
+            sources: ranks of the group that send to this one; None: all others.
+            targets: ranks to which this one sends; None: all others.
+        """
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         region = self._regions.get(purpose)
         if region is None or region.nbytes < nbytes:
             self._outgrown += [] if region is None else [region]
             region = self._regions[purpose] = _Region(self._group, self._device, nbytes)
-        return PeerExchange(region, self._group.rank(), shape, dtype)
+        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+        partners = others if sources is None else sources, others if targets is None else targets
+        return PeerExchange(region, self._group.rank(), shape, dtype, *partners)
 
 
 class PeerExchange:
-    """Tensors of one shape, one from each rank to each other. A rank says that its region is free when its stream has
-    come to the beginning of the exchange; then the others write.
+    """Tensors of one shape, one from each source and one to each target. A rank says that its region is free when its
+    stream has come to the beginning of the exchange; then the others write.
 
     The signal that a tensor has arrived is queued in `finish`: with one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`)
     kernels queued after it would wait for the copy.
     """
 
-    def __init__(self, region: _Region, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._region, self._rank = region, rank
+    def __init__(
+        self,
+        region: _Region,
+        rank: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        sources: Sequence[int],
+        targets: Sequence[int],
+    ) -> None:
+        self._region, self._rank, self._sources, self._targets = region, rank, sources, targets
         self._views = region.views(shape, dtype)
         self._sent: list[Tensor] = []  # they must not be freed before they are copied
-        self._targets: list[int] = []
         region.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(region.stream):
-            for other in region.others:
-                region.handle.put_signal(other, _READY, _TIMEOUT_MS)
+            for source in sources:
+                region.handle.put_signal(source, _READY, _TIMEOUT_MS)
 
     def send(self, tensor: Tensor, target: int, *, produced: bool = True) -> None:
-        """Begin to copy a contiguous tensor to this rank of the group.
+        """Begin to copy a contiguous tensor to a target, or to the own index of this rank.
 
         Args:
             produced: by work queued since the beginning of the exchange, which the copy waits for.
@@ -107,7 +129,6 @@ class PeerExchange:
         with torch.cuda.stream(region.stream):
             if target != self._rank:
                 region.handle.wait_signal(target, _READY, _TIMEOUT_MS)
-                self._targets.append(target)
             self._views[target][self._rank].copy_(tensor, non_blocking=True)
         self._sent.append(tensor)
 
@@ -122,8 +143,8 @@ class PeerExchange:
             for target in self._targets:
                 region.handle.put_signal(target, _ARRIVED, _TIMEOUT_MS)
         torch.cuda.current_stream().wait_stream(region.stream)
-        for other in region.others:
-            region.handle.wait_signal(other, _ARRIVED, _TIMEOUT_MS)
+        for source in self._sources:
+            region.handle.wait_signal(source, _ARRIVED, _TIMEOUT_MS)
         self._sent.clear()
         return self._views[self._rank]
 
@@ -136,7 +157,6 @@ class _Region:
 
         self.nbytes = max(2 * _MIB, 1 << (nbytes - 1).bit_length())
         self._ranks = group.size()
-        self.others = [(group.rank() + offset) % group.size() for offset in range(1, group.size())]
         memory = symmetric.empty(group.size() * self.nbytes, dtype=torch.uint8, device=device)
         self.handle: Any = symmetric.rendezvous(memory, group)
         self.stream = torch.cuda.Stream(device, priority=-1)

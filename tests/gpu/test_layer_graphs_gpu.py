@@ -1,5 +1,5 @@
-"""CUDA graphs of the layers train as the layers themselves, on one GPU, under tensor and under data parallelism. Where
-a rank hangs, the stacks of all its threads are printed after `LIMIT` seconds, and it ends."""
+"""CUDA graphs of the layers train as the layers themselves, on one GPU, under tensor, data and context parallelism.
+Where a rank hangs, the stacks of all its threads are printed after `LIMIT` seconds, and it ends."""
 
 import faulthandler
 import sys
@@ -20,11 +20,15 @@ CONFIG = Path(__file__).parents[2] / "scripts/benchmark/overhead.yaml"
 LIMIT = 40
 
 
-def overrides(implementation: str, graphs: bool, *more: str, shares: bool = False) -> list[str]:
-    """Of a run in bf16 over all processes under tensor and sequence parallelism, or with `shares` data parallelism."""
+def overrides(implementation: str, graphs: bool, *more: str, axis: str = "tensor_model") -> list[str]:
+    """Of a run in bf16 over all processes of an axis: tensor_model (with sequence parallelism), context or data."""
     arch = "megatron_lm.model.arch"
     return [
-        f"megatron_lm.model.parallel.tensor_model_parallel_size={1 if shares else torch.distributed.get_world_size()}",
+        *(
+            []
+            if axis == "data"
+            else [f"megatron_lm.model.parallel.{axis}_parallel_size={torch.distributed.get_world_size()}"]
+        ),
         f"{arch}.transformer_impl={implementation}",
         f"{arch}.cuda_graph_impl={'local' if graphs else 'none'}",
         "megatron_lm.train.dtype.__select__=bf16",
@@ -37,14 +41,14 @@ def phase(name: str) -> None:
     print(f"{time.strftime('%X')} rank {torch.distributed.get_rank()}: {name}", file=sys.stderr, flush=True)
 
 
-def train(implementation: str, graphs: bool, shares: bool) -> dict:
+def train(implementation: str, graphs: bool, axis: str) -> dict:
     """Losses of steps with an evaluation of fewer rows between them, seconds of the last step, and the gradients of a
     batch by the local parameter's name."""
     from megatron_wrap.engine.step import gradients_of_batch
 
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     phase(f"{implementation}, graphs {graphs}")
-    with started(CONFIG, overrides(implementation, graphs, shares=shares)) as wrap:
+    with started(CONFIG, overrides(implementation, graphs, axis=axis)) as wrap:
         tokens = numpy.random.default_rng(3).integers(0, 4096, (wrap.global_batch_size, 257))
         samples = [{"input_ids": row.tolist(), "loss_mask": [1] * 257} for row in tokens]
         losses = []
@@ -76,11 +80,10 @@ def train(implementation: str, graphs: bool, shares: bool) -> dict:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("size", "shares"), [(1, False), (2, False), (2, True)])
-def test_graphs_train_as_the_layers_themselves(size, shares, implementation, ranks):
-    """With `shares` the ranks have different samples, and reduce gradients while others are computed."""
+@pytest.mark.parametrize(("size", "axis"), [(1, "data"), (2, "tensor_model"), (2, "data"), (2, "context")])
+def test_graphs_train_as_the_layers_themselves(size, axis, implementation, ranks):
     pool = ranks(size)
-    with_graphs, plain = (pool.run(train, implementation, graphs, shares) for graphs in (True, False))
+    with_graphs, plain = (pool.run(train, implementation, graphs, axis) for graphs in (True, False))
     for ours, expected in zip(with_graphs, plain, strict=True):
         differences = {
             name: float(abs(ours["gradients"][name] - value).max() / abs(value).max())

@@ -227,6 +227,8 @@ def test_adam_clips_on_gpus_with_triton(overrides: tuple[str, ...], machine: Mac
 
 
 FIXED = (*MEASURED, f"{ARCH}.transformer_impl=auto", "megatron_wrap.flow.collate_type=fixed_length")
+ALONE = (f"{PARALLEL}.tensor_model_parallel_size=1", f"{PARALLEL}.sequence_parallel=null")
+CONTEXT = (*FIXED, *ALONE, f"{PARALLEL}.context_parallel_size=2")
 
 
 @pytest.mark.parametrize(
@@ -251,9 +253,13 @@ FIXED = (*MEASURED, f"{ARCH}.transformer_impl=auto", "megatron_wrap.flow.collate
             "32",
         ),
         (FIXED, CPU, None, None, "1"),
+        (CONTEXT, GPU, "torch", "local", "8"),
+        ((*CONTEXT, "megatron_wrap.flow.collate_type=dynamic_length"), GPU, None, None, "1"),
+        ((*FIXED, f"{PARALLEL}.context_parallel_size=2"), GPU, "torch", "local", "8"),
+        ((*CONTEXT, f"{PARALLEL}.pipeline_model_parallel_size=2"), GPU, None, None, "1"),
     ],
 )
-def test_layers_and_graphs_of_tensor_parallelism_are_the_fastest_measured(
+def test_layers_and_graphs_of_divided_layers_are_the_fastest_measured(
     overrides: tuple[str, ...], machine: Machine, layers: str | None, graphs: str | None, queues: str
 ) -> None:
     config = load(*overrides, run="tiny-llama-sft")
