@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as in a run: kernels begin in the order of their queueing
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # as in a run: with 1 the products of graphs wait for copies
 
 import torch
 import torch.distributed

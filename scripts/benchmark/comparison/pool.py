@@ -21,6 +21,9 @@ from typing import Any
 
 from comparison.task import Task
 from comparison.worker import MARK
+from megatron_wrap.config import load_run_config
+from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
+from megatron_wrap.platform.base.machine import this_machine
 
 _START_SECONDS = 300
 """Limit of a start of processes: imports from a slow disk."""
@@ -49,6 +52,8 @@ class Workers:
         self._answers: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         self._processes: list[subprocess.Popen[str]] = []
         self._is_ready = self.have_run = False
+        self.queues: str | None = None
+        """Hardware queues of their devices since the first run, if it has said how many."""
         for rank in range(world_size):
             log = (logs / f"{name}-{rank}.log").open("a")
             process = subprocess.Popen(
@@ -70,13 +75,16 @@ class Workers:
         self._is_ready = not error
         return error
 
-    def run(self, task: Task, options: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str]:
+    def run(
+        self, task: Task, options: dict[str, Any], queues: str | None, seconds: float
+    ) -> tuple[list[dict[str, Any]], str]:
         """The answers of all processes by rank, or why there are none. Where the task needs fewer processes than there
         are, several replicas of the program train it side by side, each by itself."""
-        size, self.have_run = task.world_size, True
+        size, self.have_run, self.queues = task.world_size, True, queues
         ports = [_free_port() for _ in range(len(self._processes) // size)]
         for index, process in enumerate(self._processes):
             order = {"task": task.as_json(), "options": options, "port": ports[index // size], "rank": index % size}
+            order["queues"] = queues
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # its listener has reported the end
                 process.stdin.write(json.dumps(order) + "\n")
@@ -127,6 +135,7 @@ class Program:
     def __init__(
         self, name: str, launch: Launch, world_size: int, platform: str, logs: Path, standby: bool = False
     ) -> None:
+        self._program = launch.program
         self._start = lambda: Workers(name, launch, world_size, platform, logs)
         self._standby = standby
         self._workers = self._start()
@@ -146,19 +155,21 @@ class Program:
         """Train on all processes; returns the answer of the first, with the largest memory of all, or an `error`.
 
         After an error, without an answer within `seconds`, or if more than `_LEFT_GIB` of a device could not be freed,
-        the next run has new processes. The first run of processes
+        the next run has new processes, as has one with another number of hardware queues. The first run of processes
         has `_FIRST_SECONDS` more.
 
         Args:
             left: seconds for all runs.
         """
-        begun = time.monotonic()
+        begun, queues = time.monotonic(), _queues(self._program, task, options)
+        if self._workers.have_run and queues != self._workers.queues:
+            self.restart()
         error = self._workers.wait_until_ready(_START_SECONDS)
         waited = time.monotonic() - begun
         answers: list[dict[str, Any]] = []
         if not error:
             first = 0.0 if self._workers.have_run else _FIRST_SECONDS
-            answers, error = self._workers.run(task, options, max(1.0, min(seconds + first, left - waited)))
+            answers, error = self._workers.run(task, options, queues, max(1.0, min(seconds + first, left - waited)))
         if error or max(answer["left_gib"] for answer in answers) > _LEFT_GIB:
             self.restart()
         if error:
@@ -205,6 +216,19 @@ class Programs:
     ) -> None:
         for program in self._programs.values():
             program.close()
+
+
+def _queues(program: str, task: Task, options: Mapping[str, Any]) -> str | None:
+    """`CUDA_DEVICE_MAX_CONNECTIONS` of a run: what `megatron-wrap train` chooses, or what Megatron-Core asks for; None:
+    the environment's, or nothing to choose."""
+    if task.platform == "cpu" or CONNECTIONS in os.environ:
+        return None
+    if program == "megatron-core":
+        return "1" if max(task.tensor_parallel, task.context_parallel) > 1 else "32"
+    if not program.startswith("megatron-wrap"):
+        return None
+    config = load_run_config(task.config, [*task.overrides, *options["overrides"]])
+    return str(cuda_connections(config, this_machine(task.platform), None).value)
 
 
 def _environment(tree: Path, rank: int, world_size: int, platform: str) -> dict[str, str]:

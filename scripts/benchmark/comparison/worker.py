@@ -63,6 +63,8 @@ def main(program: str) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         task = Task(**order["task"])
+        if order["queues"] is not None:
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = order["queues"]  # before the first use of the device
         os.environ["MASTER_PORT"] = str(order["port"])  # a new port for each start of torch.distributed
         if "RANK" in os.environ:  # LOCAL_RANK stays the index of its device
             os.environ |= {"RANK": str(order["rank"]), "WORLD_SIZE": str(task.world_size)}
