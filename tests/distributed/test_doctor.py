@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from _interpreters import forked_interpreters
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "tests/unit/small_run.yaml"
@@ -94,7 +95,9 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def items_of_different_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def items_of_different_nodes(
+    imported_for_ranks: None, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[str, str]]:
     """The report about two nodes, one of which has other packages, another clock and a folder of its own."""
     folder = tmp_path_factory.mktemp("nodes")
     stub(folder / "other", "torch", "2.12.0")
@@ -102,11 +105,10 @@ def items_of_different_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[s
     before = ["faketime", "-f", "+90s"] if shutil.which("faketime") else []
     (folder / "other/sitecustomize.py").write_text(OTHER_PYTHON + ("" if before else OTHER_CLOCK))
     port, arguments = free_port(), ["doctor", str(RUN), "--json", f"{SAVE}=."]
-    processes = [
-        node(arguments, 0, port, folder / "here"),
-        node(arguments, 1, port, folder / "there", [folder / "other"], before),
-    ]
-    return report(processes, 1)
+    with forked_interpreters():  # its packages are those of this process
+        here = node(arguments, 0, port, folder / "here")
+    there = node(arguments, 1, port, folder / "there", [folder / "other"], before)
+    return report([here, there], 1)
 
 
 @pytest.mark.parametrize("name", FAULTS)

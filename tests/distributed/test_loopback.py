@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from _interpreters import forked_interpreters
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import LayoutError
@@ -38,7 +39,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _launch(code: str, port: int = 0) -> int:
     config = load_run_config(str(ROOT / "configs/tiny-llama-mock.yaml"), ["megatron_wrap.init.platform=cpu"])
-    return launch_processes(Nodes(2, 1, 0, "127.0.0.1", port), ["-c", code], config)
+    with forked_interpreters():
+        return launch_processes(Nodes(2, 1, 0, "127.0.0.1", port), ["-c", code], config)
 
 
 def test_a_run_of_two_ranks_listens_on_the_loopback_interface_only(environment: None, tmp_path: Path) -> None:
