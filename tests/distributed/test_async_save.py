@@ -7,6 +7,8 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import _checkpoint_runs as runs
 import pytest
 from _checkpoint_runs import BF16, DISTRIBUTED, OVERLAP, TP2, TRAIN
 from _covering import quick
+from _interpreters import forked_interpreters
 
 from megatron_wrap.checkpoint.files.store import CheckpointStore
 
@@ -30,10 +33,18 @@ def _batch(wrap: Any) -> list[Any]:
     return runs.samples()[start : start + runs.BATCH]
 
 
+@contextmanager
+def _started(folder: Path, overrides: tuple[str, ...]) -> Iterator[Any]:
+    """A run whose ranks fork their writers, which then import nothing. The writers of `_stopped_writer` are new
+    interpreters, as those of a user's run."""
+    with forked_interpreters(), runs.started(folder, overrides) as wrap:
+        yield wrap
+
+
 def _saved_at_each_step(folder: Path, overrides: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Digests of the live state after each step, and of the checkpoint of each step when loaded."""
     live, loaded = [], []
-    with runs.started(folder, (*ASYNC, f"{TRAIN}.save_interval=1", *overrides)) as wrap:
+    with _started(folder, (*ASYNC, f"{TRAIN}.save_interval=1", *overrides)) as wrap:
         while wrap.iteration < SAVES:
             wrap.train(_batch(wrap))
             live.append(runs.state_digest(wrap))
@@ -56,7 +67,7 @@ def test_each_save_contains_the_state_of_its_own_step(layout, ranks, tmp_path):
 
 
 def _files(folder: Path, overrides: tuple[str, ...]) -> None:
-    with runs.started(folder, overrides) as wrap:
+    with _started(folder, overrides) as wrap:
         wrap.train(_batch(wrap))
         wrap.save()
 
@@ -120,7 +131,7 @@ def _failed(folder: Path, failing_rank: int, kind: str, at_save: bool) -> tuple[
     from megatron_wrap.errors import CheckpointError
 
     store, message = CheckpointStore(folder), "no error"
-    with runs.started(folder, (*ASYNC, *DISTRIBUTED)) as wrap:
+    with _started(folder, (*ASYNC, *DISTRIBUTED)) as wrap:
         wrap.train(_batch(wrap))
         wrap.save()
         wrap.load()
@@ -180,7 +191,7 @@ def _tolerated(folder: Path, overrides: tuple[str, ...]) -> tuple[str, list[int]
     settings = (f"{TRAIN}.save_interval=1", "megatron_wrap.checkpoint.on_save_error=continue", *DISTRIBUTED)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with runs.started(folder, (*settings, *overrides)) as wrap:
+        with _started(folder, (*settings, *overrides)) as wrap:
             while wrap.iteration < runs.MOST_STEPS:
                 if wrap.dp_rank == 1:
                     largest = unlimited[0] if wrap.iteration in (0, 2) else 100_000
@@ -216,7 +227,7 @@ def _ends(folder: Path, how: str) -> list[int]:
         pass
 
     try:
-        with runs.started(folder, ASYNC) as wrap:
+        with _started(folder, ASYNC) as wrap:
             wrap.train(_batch(wrap))
             wrap.save()
             os.kill(_writer(wrap), signal.SIGSTOP)

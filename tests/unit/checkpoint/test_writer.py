@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _interpreters import forked_interpreters
 
 from megatron_wrap.checkpoint.files import hashes, host_copy, writing
 from megatron_wrap.checkpoint.files.hashes import hash_files
@@ -98,7 +99,8 @@ def test_errors_and_the_end_of_the_process_are_results(tmp_path: Path, started: 
     assert writer.finished(timeout=0) is None
     os.kill(writer.process_id, signal.SIGKILL)
     assert "SIGKILL" in str(writer.finished(timeout=60))
-    writer.start(job(tmp_path, copy, TENSORS))  # another process
+    with forked_interpreters():
+        writer.start(job(tmp_path, copy, TENSORS))  # another process
     assert writer.finished(timeout=60) == ""
     writer.close()
     assert writer.process_id is None
