@@ -122,7 +122,7 @@ class NonFiniteWatch:
             outputs = output if isinstance(output, tuple) else (output,)
             if any(isinstance(logits, DeferredLogits) for logits in outputs) and value.requires_grad:
                 # before the loss adds to the gradient of the output weight
-                value.register_hook(lambda _: self._chunks[-1].backward_begins(index))
+                _on_gradient(value, lambda _: self._chunks[-1].backward_begins(index))
             if not is_finite(value):
                 self._losses.append(NonFinite(index, _LOSS, 0, 0, ""))
             return value
@@ -175,7 +175,7 @@ class _ChunkWatch:
             micro_batch = self._current
             for tensor in _tensors((arguments, keywords)):
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    tensor.register_hook(lambda gradient: self._returned(micro_batch, name, gradient))
+                    _on_gradient(tensor, lambda gradient: self._returned(micro_batch, name, gradient))
 
         return hook
 
@@ -194,8 +194,8 @@ class _ChunkWatch:
                         tensor = tensor.hidden  # the loss does not reach the logits
                         arrived = partial(arrived, is_deferred=True)
                     if is_whole:
-                        tensor.register_hook(lambda gradient: self.backward_begins(micro_batch))
-                    tensor.register_hook(arrived)
+                        _on_gradient(tensor, lambda gradient: self.backward_begins(micro_batch))
+                    _on_gradient(tensor, arrived)
 
         return hook
 
@@ -244,6 +244,13 @@ class _ChunkWatch:
         self._checked[key] += 1
         if key not in self.first and not is_finite(value):
             self.first[key] = NonFinite(micro_batch, part, self._stages[part], self._checked[key], name)
+
+
+def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Call `hook` with the gradient of a tensor. Its function is read first: torch makes that of a view whose memory
+    was written when it is read, and crashes where a registration is what reads it (2.13)."""
+    _ = tensor.grad_fn
+    tensor.register_hook(hook)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
