@@ -75,9 +75,10 @@ def stub(folder: Path, name: str, version: str) -> None:
 
 
 @pytest.mark.matrix
-def test_two_healthy_nodes_have_no_warning(tmp_path: Path) -> None:
+def test_two_healthy_nodes_have_no_warning(imported_for_ranks: None, tmp_path: Path) -> None:
     port, arguments = free_port(), ["doctor", str(RUN), "--json", f"{SAVE}={tmp_path}"]
-    items = report([node(arguments, rank, port, tmp_path / "work") for rank in range(2)], 0)
+    with forked_interpreters():
+        items = report([node(arguments, rank, port, tmp_path / "work") for rank in range(2)], 0)
     assert {name: item for name, item in items.items() if item[0] != "ok"} == {}
     assert {"shared folder", "link", "clock", "all-reduce"} <= items.keys()
     assert items["all-reduce"][1].startswith("2 processes over gloo: ")

@@ -50,7 +50,7 @@ def test_a_second_run_is_refused_a_run_ends_with_its_launcher_and_a_stopped_proc
     assert run.saved >= 1
     assert run.end()[0] == -signal.SIGKILL
 
-    run = Launcher(tmp_path)
+    run = Launcher(tmp_path, "megatron_wrap.init.stopped_process_seconds=8")
     time.sleep(2)  # until a process has said where it is, once a second, since its first step
     os.kill(run.ranks[1], signal.SIGSTOP)
     code, lines = run.end()
