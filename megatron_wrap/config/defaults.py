@@ -99,7 +99,9 @@ def layer_choices(config: RunConfig, machine: Machine, saved: Mapping[str, Any] 
     if config.arch.transformer_impl == "auto" and saved.get(LAYERS, "torch") == "torch":
         faster = _graphs(with_torch, machine) is not None or _hidden_communication(with_torch, machine)[0]
         if faster and machine.transformer_engine is not None and _has_dense_layers(config):
-            chosen.append(Choice(LAYERS, "torch", "the GPUs' copy engines hide their communication"))
+            chosen.append(
+                Choice(LAYERS, "torch", "they were measured to be faster where ranks divide layers or sequences")
+            )
             config = with_torch
     graphs = _graphs(config, machine)
     if graphs is not None:
@@ -233,7 +235,7 @@ def cuda_connections(config: RunConfig, machine: Machine, environment: str | Non
         return Choice(CONNECTIONS, environment, "set in the environment")
     sizes = {"tensor": parallel.tensor_model_parallel_size, "context": parallel.context_parallel_size}
     kinds = [kind for kind, size in sizes.items() if size > 1]
-    if kinds and _uses_copy_engines(config, machine):
+    if kinds == ["tensor"] and _uses_copy_engines(config, machine):
         # two H200s, 2026-11-26: 59,765 tokens/s, with one queue 54,268 (1.5B Llama, CUDA graphs)
         return Choice(CONNECTIONS, "8", "with one queue a product would wait for a copy that was queued before it")
     if kinds:
@@ -351,13 +353,10 @@ _ONE_PASS = ("gpt_sft", "gpt_pretrain")
 
 
 def _uses_copy_engines(config: RunConfig, machine: Machine) -> bool:
-    """Whether torch's layers hide the communication of tensor parallelism, or exchange keys and values in a ring."""
+    """Whether torch's layers hide the communication of tensor parallelism."""
     config = with_choices(config, layer_choices(config, machine))
-    if machine.platform != "cuda" or has_transformer_engine_layers(config, machine):
-        return False
-    parallel = config.parallel
-    rings = parallel.context_parallel_size > 1 and (config.dtype.bf16 or config.dtype.fp16)
-    return bool(parallel.tp_comm_overlap) or (parallel.tensor_model_parallel_size == 1 and rings)
+    hidden = machine.platform == "cuda" and bool(config.parallel.tp_comm_overlap)
+    return hidden and not has_transformer_engine_layers(config, machine)
 
 
 def _overlapped_gather(

@@ -261,7 +261,7 @@ class _TravellingGradients:
         for total, part in zip(sums, gradients, strict=True):
             total += part
         received = torch.empty_like(self._sums)
-        self._finish = start_ring_transfer(self._sums, received, self._group, to_next=False, purpose="gradients")
+        self._finish = start_ring_transfer(self._sums, received, self._group, to_next=False)
         self._sums = received
 
     def arrived(self) -> tuple[Tensor, Tensor]:
@@ -277,7 +277,7 @@ def _passed_on(block: Tensor, group: Any, transfers: int, *, to_next: bool) -> I
     next one arrives while one is in use."""
     for _ in range(transfers):
         received = torch.empty_like(block)
-        finish = start_ring_transfer(block, received, group, to_next=to_next, purpose="keys")
+        finish = start_ring_transfer(block, received, group, to_next=to_next)
         yield block
         finish()
         block = received

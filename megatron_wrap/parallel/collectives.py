@@ -222,31 +222,18 @@ def start_exchange(
     return received, work.wait
 
 
-def start_ring_transfer(
-    sent: Tensor, received: Tensor, group: ProcessGroup, *, to_next: bool, purpose: str
-) -> Callable[[], None]:
+def start_ring_transfer(sent: Tensor, received: Tensor, group: ProcessGroup, *, to_next: bool) -> Callable[[], None]:
     """Start to send a contiguous tensor to the next rank of `group` and to receive from the one before, or the other
     way round; collective.
 
     Args:
         received: contiguous, of the same shape and dtype; earlier uses of it need not have finished on the device.
         to_next: false: to the rank before, from the next one.
-        purpose: of the transfer; there is one at a time for each.
 
     Returns:
         a function that waits (on a GPU, the current stream does) until both tensors can be used.
     """
-    offset, memory = 1 if to_next else -1, peer_memory(group, sent)
-    if memory is None:
-        return _start_transfer(sent, received, group, offset)
-    target, source = ((group.rank() + step) % group.size() for step in (offset, -offset))
-    exchange = memory.exchange(purpose, tuple(sent.shape), sent.dtype, sources=[source], targets=[target])
-    exchange.send(sent, target, produced=False)
-
-    def finish() -> None:
-        received.copy_(exchange.finish()[source])
-
-    return finish
+    return _start_transfer(sent, received, group, 1 if to_next else -1)
 
 
 def _start_transfer(sent: Tensor, received: Tensor, group: ProcessGroup, offset: int) -> Callable[[], None]:

@@ -5,7 +5,6 @@ multiprocessors from the products, reached 190 (2026-11-26)."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +17,9 @@ from megatron_wrap.parallel.nodes import this_node
 
 _READY, _ARRIVED = 0, 1
 """Channels of the signals."""
-_TIMEOUT_MS = int(timedelta(minutes=10) / timedelta(milliseconds=1))
-"""After which a kernel that waits for another rank ends the process with an error, as NCCL's watchdog would."""
 _MIB = 2**20
 
+_timeout = timedelta(minutes=10)
 _memories: dict[str, PeerMemory | None] = {}
 """By the group's name; None: its ranks cannot reach each other's memory."""
 
@@ -35,6 +33,12 @@ def peer_memory(group: ProcessGroup, tensor: Tensor) -> PeerMemory | None:
     if name not in _memories:
         _memories[name] = PeerMemory(group, tensor.device) if _reach_each_other(group, tensor.device) else None
     return _memories[name]
+
+
+def wait_at_most(timeout: timedelta) -> None:
+    """Until then the GPU waits for another rank; then the process ends with an error, as after a collective of NCCL."""
+    global _timeout
+    _timeout = timeout
 
 
 def release() -> None:
@@ -68,57 +72,35 @@ class PeerMemory:
         self._regions: dict[str, _Region] = {}
         self._outgrown: list[_Region] = []  # captured CUDA graphs may write there
 
-    def exchange(
-        self,
-        purpose: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        sources: Sequence[int] | None = None,
-        targets: Sequence[int] | None = None,
-    ) -> PeerExchange:
-        """Begin to exchange tensors of this shape (the same on each rank); collective.
-
-        Args:
-            sources: ranks of the group that send to this one; None: all others.
-            targets: ranks to which this one sends; None: all others.
-        """
+    def exchange(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype) -> PeerExchange:
+        """Begin to exchange tensors of this shape (the same on each rank); collective."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         region = self._regions.get(purpose)
         if region is None or region.nbytes < nbytes:
             self._outgrown += [] if region is None else [region]
             region = self._regions[purpose] = _Region(self._group, self._device, nbytes)
-        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
-        partners = others if sources is None else sources, others if targets is None else targets
-        return PeerExchange(region, self._group.rank(), shape, dtype, *partners)
+        return PeerExchange(region, self._group.rank(), shape, dtype)
 
 
 class PeerExchange:
-    """Tensors of one shape, one from each source and one to each target. A rank says that its region is free when its
-    stream has come to the beginning of the exchange; then the others write.
+    """Tensors of one shape, one from each rank to each other. A rank says that its region is free when its stream has
+    come to the beginning of the exchange; then the others write.
 
     The signal that a tensor has arrived is queued in `finish`: with one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`)
     kernels queued after it would wait for the copy.
     """
 
-    def __init__(
-        self,
-        region: _Region,
-        rank: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        sources: Sequence[int],
-        targets: Sequence[int],
-    ) -> None:
-        self._region, self._rank, self._sources, self._targets = region, rank, sources, targets
+    def __init__(self, region: _Region, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._region, self._rank = region, rank
         self._views = region.views(shape, dtype)
         self._sent: list[Tensor] = []  # they must not be freed before they are copied
         region.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(region.stream):
-            for source in sources:
-                region.handle.put_signal(source, _READY, _TIMEOUT_MS)
+            for other in region.others:
+                region.handle.put_signal(other, _READY, region.timeout_ms)
 
     def send(self, tensor: Tensor, target: int, *, produced: bool = True) -> None:
-        """Begin to copy a contiguous tensor to a target, or to the own index of this rank.
+        """Begin to copy a contiguous tensor to another rank, or to the own index of this one.
 
         Args:
             produced: by work queued since the beginning of the exchange, which the copy waits for.
@@ -128,7 +110,7 @@ class PeerExchange:
             region.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(region.stream):
             if target != self._rank:
-                region.handle.wait_signal(target, _READY, _TIMEOUT_MS)
+                region.handle.wait_signal(target, _READY, region.timeout_ms)
             self._views[target][self._rank].copy_(tensor, non_blocking=True)
         self._sent.append(tensor)
 
@@ -140,11 +122,11 @@ class PeerExchange:
         """
         region = self._region
         with torch.cuda.stream(region.stream):
-            for target in self._targets:
-                region.handle.put_signal(target, _ARRIVED, _TIMEOUT_MS)
+            for other in region.others:
+                region.handle.put_signal(other, _ARRIVED, region.timeout_ms)
         torch.cuda.current_stream().wait_stream(region.stream)
-        for source in self._sources:
-            region.handle.wait_signal(source, _ARRIVED, _TIMEOUT_MS)
+        for other in region.others:
+            region.handle.wait_signal(other, _ARRIVED, region.timeout_ms)
         self._sent.clear()
         return self._views[self._rank]
 
@@ -156,7 +138,9 @@ class _Region:
         from torch.distributed import _symmetric_memory as symmetric
 
         self.nbytes = max(2 * _MIB, 1 << (nbytes - 1).bit_length())
+        self.timeout_ms = int(_timeout / timedelta(milliseconds=1))
         self._ranks = group.size()
+        self.others = [rank for rank in range(group.size()) if rank != group.rank()]
         memory = symmetric.empty(group.size() * self.nbytes, dtype=torch.uint8, device=device)
         self.handle: Any = symmetric.rendezvous(memory, group)
         self.stream = torch.cuda.Stream(device, priority=-1)

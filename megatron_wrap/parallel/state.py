@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron_wrap.platform.megatron_core.versions import forget_router_losses
@@ -82,7 +83,10 @@ def build_parallel_state(parallel: ParallelConfig, virtual_size: int | None, tim
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
+    from megatron_wrap.parallel import peer_memory
+
     destroy_parallel_state()
+    peer_memory.wait_at_most(timedelta(minutes=timeout_minutes))
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,

@@ -15,7 +15,7 @@ from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 Block = tuple[str, int]
 """File and number of the block."""
-HASHERS = 6
+HASHERS = 8
 """Threads that hash, at most: enough to stay ahead of the reading. More of them slow it down, since both read memory
 (docs/reliability.md)."""
 HASHERS_OF_PROCESSOR = 2

@@ -253,9 +253,9 @@ CONTEXT = (*FIXED, *ALONE, f"{PARALLEL}.context_parallel_size=2")
             "32",
         ),
         (FIXED, CPU, None, None, "1"),
-        (CONTEXT, GPU, "torch", "local", "8"),
+        (CONTEXT, GPU, "torch", "local", "1"),
         ((*CONTEXT, "megatron_wrap.flow.collate_type=dynamic_length"), GPU, None, None, "1"),
-        ((*FIXED, f"{PARALLEL}.context_parallel_size=2"), GPU, "torch", "local", "8"),
+        ((*FIXED, f"{PARALLEL}.context_parallel_size=2"), GPU, "torch", "local", "1"),
         ((*CONTEXT, f"{PARALLEL}.pipeline_model_parallel_size=2"), GPU, None, None, "1"),
     ],
 )
