@@ -84,7 +84,7 @@ across_versions() { # OLDER_PYTHON NEWER_PYTHON FOLDER
     "$2" $script save "$3/.newer" && "$1" $script load "$3/.newer"
 }
 
-imported=(peft trl.trainer.dpo_trainer trl.experimental.cpo lm_eval.evaluator)
+imported=(torch.nn.attention.varlen peft trl.trainer.dpo_trainer trl.experimental.cpo lm_eval.evaluator)
 [ "$*" != --fast ] || imported=()
 server installed "$PYTHON"
 if [ "$*" = --fast ]; then
