@@ -35,8 +35,7 @@ variants=(--variant "ours-torch: $arch.transformer_impl=torch")
 variants+=(--variant "ours-profile: megatron_wrap.profile.steps=[4,5] megatron_wrap.profile.memory_snapshot=false")
 # The Trainer routes by the model itself in any task, so it runs in one. The bare loop's default cross-entropy stores fp32
 # logits, for which 80 GB do not suffice, so its search begins with the fused one (docs/gpu.md); the search's runs count.
-clipping=(--variant "ours-fused-clipping: megatron_lm.train.optimizer.fused_clipping=true")
-task qwen $qwen $balanced --against bare-best,trainer --flags "$fused" --changes "$permuted" "${variants[@]}" "${clipping[@]}"
+task qwen $qwen $balanced --against bare-best,trainer --flags "$fused" --changes "$permuted" "${variants[@]}"
 task qwen-own $qwen --against ""
 task deepseek $deepseek $balanced --against bare-best,trainer --flags "$fused" --changes "$permuted" "${variants[@]}"
 task deepseek-own $deepseek --against ""

@@ -20,7 +20,7 @@ arch=megatron_lm.model.arch parallel=megatron_lm.model.parallel common=megatron_
 step=$common.global_batch_size micro=$common.micro_batch_size
 tp=$parallel.tensor_model_parallel_size pp=$parallel.pipeline_model_parallel_size cp=$parallel.context_parallel_size
 ep=$parallel.expert_model_parallel_size virtual=$parallel.virtual_pipeline_model_parallel_size even=$parallel.pipeline_split=even
-torch=$arch.transformer_impl=torch hidden=$parallel.tp_comm_overlap=true plain=$parallel.tp_comm_overlap=false graphs=$arch.cuda_graph_impl=local
+torch=$arch.transformer_impl=torch hidden=$parallel.tp_comm_overlap=true plain=$parallel.tp_comm_overlap=false eager=$arch.cuda_graph_impl=none
 linear=megatron_wrap.model_provider.linear_cross_entropy=true
 if [ "$size" = 1b ]; then
   limit=${LIMIT:-540} seconds=45 platform=(--standby)
@@ -62,8 +62,8 @@ everything() {
   task dp $dense $step=32 $micro=4 "${flags[@]}" --variant "ours-torch: $torch"
   # Tensor and sequence parallelism
   bare "$fused"
-  task tp $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --variant "ours-torch: $torch" \
-    --variant "ours-torch-plain: $torch $plain"
+  task tp $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --variant "ours-te: $engine" \
+    --variant "ours-torch-plain: $torch $plain $eager"
   bare "$fused$buffers"
   task tp-overlap $dense $step=16 $micro=4 $tp=2 "${flags[@]}" --only-variants \
     --variant "ours-user-buffers: $engine $hidden"
@@ -101,8 +101,8 @@ everything() {
   task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch" --variant "ours-8: $micro=8" \
     --variant "ours-profile: $micro=4 $profiled" --variant "ours-torch-overlap: $torch $hidden" \
     --variant "ours-8-torch-overlap: $micro=8 $torch $hidden" --variant "ours-8-user-buffers: $micro=8 $engine $hidden"
-  [ "$size" = tiny ] || task graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
-    --variant "ours-graphs: $graphs" --variant "ours-torch-graphs: $torch $graphs"
+  [ "$size" = tiny ] || task no-graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
+    --variant "ours-torch-eager: $torch $eager" --variant "ours-torch-eager-4: $micro=4 $torch $eager"
   # Layers of an 8B model
   bare "$fused"
   task 8b-one $wide --devices 1 $step=8 $micro=2 "${alone[@]}"
@@ -134,13 +134,13 @@ second() {
       --variant "ours-torch-all_gather: $torch $parallel.cp_comm_type=all_gather" \
       --variant "ours-torch-a2a: $torch $parallel.cp_comm_type=a2a" --variant "ours-a2a: $parallel.cp_comm_type=a2a"
   done
-  task tp $dense $step=16 $micro=4 $tp=2 "${alone[@]}" "${slow[@]}" --variant "ours-torch: $torch" \
+  task tp $dense $step=16 $micro=4 $tp=2 "${alone[@]}" "${slow[@]}" --variant "ours-te: $engine" \
     --variant "ours-profile: $profiled" --variant "ours-torch-profile: $torch $profiled" \
-    --variant "ours-torch-plain: $torch $plain"
+    --variant "ours-torch-plain: $torch $plain $eager"
   task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch" \
     --variant "ours-torch-overlap: $torch $hidden"
-  [ "$size" = tiny ] || task graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
-    --variant "ours-torch-graphs: $torch $graphs"
+  [ "$size" = tiny ] || task no-graphs $dense $step=16 $micro=4 $tp=2 "${alone[@]}" --only-variants \
+    --variant "ours-torch-eager: $torch $eager"
   bare "$fused"
   task 8b-one $wide --devices 1 $step=8 $micro=2 "${alone[@]}"
   task 8b-tp $wide $step=8 $micro=2 $tp=2 "${flags[@]}" --variant "ours-torch: $torch"

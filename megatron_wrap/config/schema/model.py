@@ -228,7 +228,9 @@ class ArchConfig:
     """How tokens are sent to their experts over the expert-parallel processes."""
     transformer_impl: Literal["auto", "transformer_engine", "torch"] = "auto"
     """Layers from Transformer Engine, or Megatron-Core's own with torch's scaled_dot_product_attention; auto:
-    Transformer Engine on a GPU if it is installed, else torch; beside an adapter torch, with FP8 Transformer Engine."""
+    Transformer Engine on a GPU if it is installed, else torch; beside an adapter, and for dense layers under tensor or
+    context parallelism where their communication is hidden or captured in CUDA graphs, torch; with FP8 Transformer
+    Engine."""
     upstream: Mapping[str, Any]
     """Further fields of `TransformerConfig`, by name."""
 
@@ -257,7 +259,7 @@ class ParallelConfig:
     """Overlap the communication of tensor and sequence parallelism with the products of linear layers. Transformer
     Engine's layers: user buffers, for samples of a fixed length (UB_SKIPMC=1 in the environment: without multicast).
     torch's layers: the product with the own share while the others arrive. No effect without tensor parallelism. null:
-    on for torch's layers on GPUs, in half precision, for micro-batches that are large enough."""
+    on for torch's layers on GPUs, in half precision, with CUDA graphs or micro-batches that are large enough."""
     num_layers_per_virtual_pipeline_stage: int | None = key(None, at_least=1)
     """Layers in each model chunk of an interleaved pipeline (VPP); null: one chunk a stage."""
     virtual_pipeline_model_parallel_size: int | None = key(None, at_least=1)

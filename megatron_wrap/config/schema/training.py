@@ -141,7 +141,8 @@ class OptimConfig:
     """Largest global norm of the gradient; 0: no clipping."""
     fused_clipping: bool | None = None
     """Adam multiplies the gradients by the clipping factor as it reads them, on GPUs by a kernel of this package
-    (without Triton by torch); false: clipping reads and writes all gradients before. null: true on GPUs with Triton."""
+    (without Triton by torch), which also writes the model's weights in half precision; false: clipping reads and writes
+    all gradients before. null: true on GPUs with Triton."""
     adam_beta1: float = key(0.9, at_least=0, below=1)
     """Decay of Adam's first moment."""
     adam_beta2: float = key(0.999, at_least=0, below=1)
