@@ -107,7 +107,6 @@ elif [ "$*" = --all ]; then
   $matrix "distributed tests p" tests/distributed/test_p*.py "${all[@]}"
   $matrix "distributed tests a-e" tests/distributed/test_[a-e]*.py "${all[@]}"
   $matrix "distributed tests f-o" tests/distributed/test_[f-o]*.py "${all[@]}"
-  tests "end to end" tests/end_to_end --ignore tests/end_to_end/test_readme.py "${all[@]}"
   # Left out: formulas of flows, order of data, files and processes. They call Megatron-Core as the tests of layouts do.
   independent=("*parity" dpo distillation "grpo*" "preference_*" reference_free reward loading_resumed ranks "rollout_*")
   independent+=(checkpoint_failures damaged_checkpoints remote_folders fit_on_ranks hf_training covering)
@@ -118,6 +117,7 @@ elif [ "$*" = --all ]; then
     tests "distributed tests on 0.16" tests/distributed "${ignored[@]}" "${covering[@]}"
   $matrix "distributed tests q-z" tests/distributed/test_[q-z]*.py "${all[@]}"
   tests "unit tests" tests/unit tests/gpu "${all[@]}"
+  tests "end to end" tests/end_to_end --ignore tests/end_to_end/test_readme.py "${all[@]}"
   tests "end to end: readme" tests/end_to_end/test_readme.py "${all[@]}"
   if [ -n "$two_versions" ]; then
     part "checkpoints across versions" across_versions "$PYTHON" "$NEWER" "$scratch"
