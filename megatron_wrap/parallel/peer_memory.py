@@ -141,8 +141,12 @@ class _Region:
         self.timeout_ms = int(_timeout / timedelta(milliseconds=1))
         self._ranks = group.size()
         self.others = [rank for rank in range(group.size()) if rank != group.rank()]
-        memory = symmetric.empty(group.size() * self.nbytes, dtype=torch.uint8, device=device)
-        self.handle: Any = symmetric.rendezvous(memory, group)
+        # kept: the views do not own it, and what is freed can be allocated again
+        self._memory = symmetric.empty(group.size() * self.nbytes, dtype=torch.uint8, device=device)
+        # before pytorch/pytorch#192308 the default stream sets the signals to 0 and nothing waits for it: one that a
+        # faster rank sends after the rendezvous would be lost
+        torch.cuda.default_stream(device).synchronize()
+        self.handle: Any = symmetric.rendezvous(self._memory, group)
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._views: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
