@@ -98,7 +98,7 @@ def layer_choices(config: RunConfig, machine: Machine, saved: Mapping[str, Any] 
     with_torch = dataclasses.replace(config, arch=dataclasses.replace(config.arch, transformer_impl="torch"))
     if config.arch.transformer_impl == "auto" and saved.get(LAYERS, "torch") == "torch":
         faster = _graphs(with_torch, machine) is not None or _hidden_communication(with_torch, machine)[0]
-        if faster and machine.transformer_engine is not None and _has_dense_layers(config):
+        if faster and machine.transformer_engine is not None and machine.triton and _has_dense_layers(config):
             chosen.append(
                 Choice(LAYERS, "torch", "they were measured to be faster where ranks divide layers or sequences")
             )

@@ -78,7 +78,7 @@ def _last_values(sections: Any) -> dict[str, Any]:
 
 
 def shipped_yamls() -> list[Path]:
-    """Every YAML of the repository that is a run's or belongs to the tree."""
+    """Every YAML of the repository that is a run's or belongs to the tree; data of tests are .yml."""
     folders = [ROOT / name for name in ("configs", "examples", "scripts", "tests")]
     return [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]
 

@@ -46,7 +46,7 @@ LM = {
     "flow": "megatron_wrap.flow",
     "provider": "megatron_wrap.model_provider",
 }
-REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
+REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yml").read_text("utf-8"))
 
 
 def load(run: str, *short: str) -> RunConfig:
