@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_wrap.parallel.nodes import this_node
+from megatron_wrap.utils.dist_logger import logger
 
 _READY, _ARRIVED = 0, 1
 """Channels of the signals."""
@@ -31,7 +32,8 @@ def peer_memory(group: ProcessGroup, tensor: Tensor) -> PeerMemory | None:
         return None
     name = group.group_name
     if name not in _memories:
-        _memories[name] = PeerMemory(group, tensor.device) if _reach_each_other(group, tensor.device) else None
+        reached = _reach_each_other(group, tensor.device) and _may_share_memory(group, tensor.device)
+        _memories[name] = PeerMemory(group, tensor.device) if reached else None
     return _memories[name]
 
 
@@ -55,6 +57,20 @@ def _reach_each_other(group: ProcessGroup, device: torch.device) -> bool:
     visible = len(others) == group.size() - 1 and max(others, default=0) < torch.cuda.device_count()
     reachable = same_host and visible and all(torch.cuda.can_device_access_peer(device, other) for other in others)
     return all(_gathered(reachable, group))
+
+
+def _may_share_memory(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the system lets the processes share memory, which some containers forbid; a small region is tried,
+    collective."""
+    problem = ""
+    try:
+        _Region(group, device, 1)
+    except RuntimeError as error:
+        problem = str(error).strip().partition("\n")[0]
+    problems = [text for text in _gathered(problem, group) if text]
+    if problems:
+        logger.warning_rank_0(f"NCCL sends between the GPUs of this host, whose memory cannot be shared: {problems[0]}")
+    return not problems
 
 
 def _gathered(value: Any, group: ProcessGroup) -> list[Any]:

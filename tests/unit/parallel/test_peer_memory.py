@@ -294,16 +294,47 @@ def test_groups_that_reach_each_other_use_peer_memory(addresses, visible, access
 
     def all_gather_object(values, value, group):
         gathered.append(value)
-        values[:] = addresses if isinstance(value, tuple) else [value, others_reach]
+        values[:] = (
+            addresses if isinstance(value, tuple) else [value, value if isinstance(value, str) else others_reach]
+        )
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: access)
     monkeypatch.setattr(peer_memory, "_memories", {})
+    monkeypatch.setattr(peer_memory, "_Region", lambda *_: None)
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="group")
     tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     memory = peer_memory.peer_memory(group, tensor)
     assert isinstance(memory, PeerMemory) is expected
     assert peer_memory.peer_memory(group, tensor) is memory
-    assert len(gathered) == 2, "addresses and answers are gathered once, on each rank"
+    assert len(gathered) == (3 if expected else 2), "what is asked is gathered once, on each rank"
     assert gathered[0][2] == 0
+
+
+@pytest.mark.parametrize(
+    "problems", [["pidfd_getfd: Operation not permitted", ""], ["", "no memory on the other rank"]]
+)
+def test_where_memory_cannot_be_shared_nccl_sends(problems, monkeypatch):
+    """As in containers without the permission; also if another rank alone fails."""
+    warnings = []
+
+    def region(*_):
+        if problems[0]:
+            raise RuntimeError(f"{problems[0]}\nException raised from ...")
+
+    def all_gather_object(values, value, group):
+        values[:] = HOST if isinstance(value, tuple) else [value, True] if isinstance(value, bool) else problems
+        assert isinstance(value, tuple | bool) or value == problems[0]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
+    monkeypatch.setattr(peer_memory, "_memories", {})
+    monkeypatch.setattr(peer_memory, "_Region", region)
+    monkeypatch.setattr(peer_memory.logger, "warning_rank_0", warnings.append)
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="group")
+    assert peer_memory.peer_memory(group, SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))) is None
+    [warning] = warnings
+    assert next(filter(None, problems)) in warning
+    assert "\n" not in warning
