@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from _interpreters import forked_interpreters
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "tests/unit/small_run.yaml"
@@ -76,6 +75,8 @@ def stub(folder: Path, name: str, version: str) -> None:
 
 @pytest.mark.matrix
 def test_two_healthy_nodes_have_no_warning(imported_for_ranks: None, tmp_path: Path) -> None:
+    from _interpreters import forked_interpreters  # not where this file is a program
+
     port, arguments = free_port(), ["doctor", str(RUN), "--json", f"{SAVE}={tmp_path}"]
     with forked_interpreters():
         items = report([node(arguments, rank, port, tmp_path / "work") for rank in range(2)], 0)
@@ -100,6 +101,8 @@ def items_of_different_nodes(
     imported_for_ranks: None, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[str, str]]:
     """The report about two nodes, one of which has other packages, another clock and a folder of its own."""
+    from _interpreters import forked_interpreters
+
     folder = tmp_path_factory.mktemp("nodes")
     stub(folder / "other", "torch", "2.12.0")
     stub(folder / "other", "megatron_core", "0.16.7")

@@ -44,9 +44,12 @@ def measured(**variables: str) -> tuple[int, int]:
 
 @pytest.mark.skipif("glibc" not in os.confstr("CS_GNU_LIBC_VERSION"), reason="mallopt is glibc's")
 def test_temporary_tensors_cause_no_page_faults():
-    is_set, faults = measured()
-    assert is_set
-    assert faults < 1000  # 3 x 4,096 pages are touched
+    for _ in range(3):  # where a process has its heap is random, and a block may have no room there
+        is_set, faults = measured()
+        assert is_set
+        if faults < 1000:
+            return
+    pytest.fail(f"{faults} page faults in each of three processes; 3 x 4,096 pages are touched")
 
 
 def test_malloc_thresholds_of_the_user_are_kept():
