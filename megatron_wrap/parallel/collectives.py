@@ -130,18 +130,18 @@ def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     return parts
 
 
-def gathering(share: Tensor, group: ProcessGroup, *, own: bool = True) -> Callable[[], Tensor]:
+def gathering(share: Tensor, group: ProcessGroup, *, includes_self: bool = True) -> Callable[[], Tensor]:
     """Begin to gather the ranks' shares (same shape on each) along the first dimension; call the result to wait for
     them. They are valid until the group's next gathering begins. Without autograd.
 
     Args:
-        own: false: the rows of the own share may have any values.
+        includes_self: false: the rows of the own share may have any values.
     """
     share = share.contiguous()
     memory = peer_memory(group, share)
     if memory is not None:
         exchange = memory.exchange("gathered", tuple(share.shape), share.dtype)
-        for offset in range(1, group.size() + own):
+        for offset in range(1, group.size() + includes_self):
             exchange.send(share, (group.rank() + offset) % group.size(), produced=False)
         return lambda: exchange.finish().flatten(0, 1)
     whole = share.new_empty((group.size() * share.shape[0], *share.shape[1:]))

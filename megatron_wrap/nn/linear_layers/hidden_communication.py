@@ -55,7 +55,7 @@ class _GatheredProduct(torch.autograd.Function):
     def forward(ctx: Any, share: Tensor, weight: Tensor, accumulates: bool, group: Any) -> Tensor:
         ctx.save_for_backward(share, weight)
         ctx.accumulates, ctx.group = accumulates, group
-        return gather_product(share, weight.t(), group, own=False)[1]
+        return gather_product(share, weight.t(), group, includes_self=False)[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -83,21 +83,26 @@ class _ScatteredProduct(torch.autograd.Function):
         share, group = grads[0].contiguous(), ctx.group
         main_grad = _main_grad(weight, ctx.accumulates) if ctx.needs_input_grad[1] else None
         if main_grad is None or weight.shape[1] >= _HIDING_COLUMNS * (group.size() - 1):
-            grad, of_inputs = gather_product(share, weight, group, own=True)
+            grad, of_inputs = gather_product(share, weight, group, includes_self=True)
             of_weight = _weight_gradient(inputs, grad, weight, ctx.accumulates) if ctx.needs_input_grad[1] else None
             return of_inputs, of_weight, None, None
 
         def add_own(rows: slice) -> None:
             WeightGradients.add(inputs[rows], share, main_grad)
 
-        grad, of_inputs = gather_product(share, weight, group, own=False, meanwhile=add_own)
+        grad, of_inputs = gather_product(share, weight, group, includes_self=False, meanwhile=add_own)
         for rows in rows_of_shares(share.shape[0], group)[1:]:
             WeightGradients.add(inputs[rows], grad[rows], main_grad)
         return of_inputs, _after_accumulation(weight), None, None
 
 
 def gather_product(
-    share: Tensor, matrix: Tensor, group: ProcessGroup, *, own: bool, meanwhile: Callable[[slice], object] | None = None
+    share: Tensor,
+    matrix: Tensor,
+    group: ProcessGroup,
+    *,
+    includes_self: bool,
+    meanwhile: Callable[[slice], object] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ranks' shares, gathered along the first dimension, and their product with a matrix. The rank's own share is
     multiplied while the others arrive.
@@ -105,13 +110,13 @@ def gather_product(
     Args:
         share: [S / ranks, ..., K], the same shape on each rank.
         matrix: [K, N], of this rank.
-        own: whether what is gathered contains the own share.
+        includes_self: whether what is gathered contains the own share.
         meanwhile: called with the rows of the own share after its product, before the wait for the others.
 
     Returns:
         [S, ..., K], valid until the group's next gathering begins, and [S, ..., N]; without autograd.
     """
-    wait = gathering(share, group, own=own)
+    wait = gathering(share, group, includes_self=includes_self)
     products = share.new_empty((group.size() * share.shape[0], *share.shape[1:-1], matrix.shape[1]))
     mine, *others = rows_of_shares(share.shape[0], group)
     torch.mm(share.flatten(0, -2), matrix, out=products[mine].flatten(0, -2))

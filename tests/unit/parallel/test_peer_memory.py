@@ -169,7 +169,7 @@ class Rank:
     def gather(self, length: int, own: bool = True) -> Callable[[], Callable[[], None]]:
         self.exchanges += 1
         number = 100 * self.exchanges
-        wait = collectives.gathering(self.computed(length, number + self.rank), self.group, own=own)
+        wait = collectives.gathering(self.computed(length, number + self.rank), self.group, includes_self=own)
         values = {sender: number + sender for sender in ([*self.others, self.rank] if own else self.others)}
 
         def finish() -> Callable[[], None]:
