@@ -25,9 +25,10 @@ LAYERS = "arch.transformer_impl"
 GRAPHS = "arch.cuda_graph_impl"
 _HIDING_ELEMENTS = 2**24
 """Tokens of a micro-batch times the hidden size, for each tensor-parallel process, from which torch's layers without
-CUDA graphs overlap communication with their products: at half of it they wait for Python, which queues more kernels
-then (two H200s, 2026-11-26; `scripts/benchmark/hidden_layers.py`, TP 2, hidden size 2,048, bf16: 16,384 tokens of a
-micro-batch gain, 8,192 lose)."""
+CUDA graphs overlap communication with their products: the smallest size that was measured to gain by it, 53,673
+tokens/s per GPU beside 51,450 in a call before (two H200s, 2026-11-26, `scripts/benchmark/gpu_two.sh`, 1.5B Llama, TP
+2, 4 x 4,096 tokens, hidden size 2,048, bf16). With half of the tokens the layers wait for Python, which queues more
+kernels for it: 4.7 ms beside 3.9 (`scripts/benchmark/hidden_layers.py`)."""
 _GRAPHS_FROM = (0, 19)
 """The Megatron-Core with which CUDA graphs of layers were measured."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -236,7 +237,7 @@ def cuda_connections(config: RunConfig, machine: Machine, environment: str | Non
     sizes = {"tensor": parallel.tensor_model_parallel_size, "context": parallel.context_parallel_size}
     kinds = [kind for kind, size in sizes.items() if size > 1]
     if kinds == ["tensor"] and _uses_copy_engines(config, machine):
-        # two H200s, 2026-11-26: 59,765 tokens/s, with one queue 54,268 (1.5B Llama, CUDA graphs)
+        # two H200s, 2026-11-26, CUDA graphs: 4.66 ms, with one queue 5.02 (hidden_layers.py --tokens 16384)
         return Choice(CONNECTIONS, "8", "with one queue a product would wait for a copy that was queued before it")
     if kinds:
         # tensor_parallel/layers.py relies on it
@@ -314,7 +315,7 @@ def _hidden_communication(config: RunConfig, machine: Machine) -> tuple[bool, st
     if not (config.dtype.bf16 or config.dtype.fp16):
         return False, "it was measured in half precision", False
     if derived.captures_graphs(config.arch):
-        return True, "CUDA graphs leave no time of Python that communication could hide behind", False
+        return True, "with CUDA graphs the layers do not wait for Python, even in small parts of products", False
     tokens = train.seq_length * train.micro_batch_size // parallel.context_parallel_size
     elements = tokens * config.arch.hidden_size // parallel.tensor_model_parallel_size
     if elements < _HIDING_ELEMENTS:
@@ -330,8 +331,8 @@ def _has_dense_layers(config: RunConfig) -> bool:
 
 
 def _graphs(config: RunConfig, machine: Machine) -> Choice | None:
-    """CUDA graphs of layers where they were measured to be faster and to keep the losses; None elsewhere, and where the
-    configuration says it."""
+    """CUDA graphs of layers where they were measured to be faster and to keep the losses; None elsewhere, and if the
+    configuration has a key for them."""
     arch, parallel = config.arch, config.parallel
     if {"cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"} & arch.upstream.keys():
         return None

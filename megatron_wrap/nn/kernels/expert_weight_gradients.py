@@ -21,7 +21,7 @@ _OUT, _IN, _ROWS, _GROUP = 128, 256, 64, 8
 
 
 @triton.jit
-def _place(tile, tiles_out, tiles_in, group: tl.constexpr):
+def _tile_at(tile, tiles_out, tiles_in, group: tl.constexpr):
     # Tiles of `group` rows of tiles are computed side by side, so that the second-level cache has their operands.
     first = tile // (group * tiles_in) * group
     height = min(tiles_out - first, group)
@@ -54,7 +54,7 @@ def _kernel(
     overwrite: tl.constexpr,
 ):
     expert = tl.program_id(1)
-    index_out, index_in = _place(tl.program_id(0), tl.cdiv(outputs, block_out), tl.cdiv(inputs, block_in), group)
+    index_out, index_in = _tile_at(tl.program_id(0), tl.cdiv(outputs, block_out), tl.cdiv(inputs, block_in), group)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     out = index_out * block_out + tl.arange(0, block_out)
@@ -93,7 +93,7 @@ def _persistent_kernel(
     tiles = tiles_out * tiles_in
     for number in tl.range(tl.program_id(0), experts * tiles, tl.num_programs(0)):
         expert = number // tiles
-        index_out, index_in = _place(number % tiles, tiles_out, tiles_in, group)
+        index_out, index_in = _tile_at(number % tiles, tiles_out, tiles_in, group)
         begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
         count = tl.load(ends + expert) - begin
         sums = tl.zeros([block_out, block_in], dtype=tl.float32)

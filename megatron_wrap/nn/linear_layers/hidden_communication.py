@@ -1,6 +1,7 @@
 """Linear layers of tensor and sequence parallelism whose communication overlaps with their own products: the input is
 multiplied piece by piece as it arrives, and the output sent piece by piece (arXiv:2105.05720, section 2). A transfer is
-queued before the product that hides it, because GPUs begin kernels in that order (`CUDA_DEVICE_MAX_CONNECTIONS`).
+queued before the product that hides it: a GPU with one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`) begins kernels in
+that order.
 Names, weights and checkpoints are those of Megatron-Core's layers, of which these are subclasses. This module imports
 Megatron-Core, so call `Platform.install` first."""
 

@@ -53,7 +53,7 @@ class Workers:
         self._processes: list[subprocess.Popen[str]] = []
         self._is_ready = self.have_run = False
         self.queues: str | None = None
-        """Hardware queues of their devices since the first run, if it has said how many."""
+        """`CUDA_DEVICE_MAX_CONNECTIONS` of their first run; None: the environment's."""
         for rank in range(world_size):
             log = (logs / f"{name}-{rank}.log").open("a")
             process = subprocess.Popen(
