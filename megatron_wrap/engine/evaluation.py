@@ -27,7 +27,7 @@ from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.ops.deferred_logits import whole_logits
-from megatron_wrap.parallel import context
+from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.collectives import gather_tensors
 
 
@@ -149,7 +149,7 @@ def _outputs(
                 f"row for each of the {micro_batch.num_samples} samples of the micro-batch"
             )
         if name in seqdims:
-            tensor = context.merge(gather_tensors(tensor.detach(), cp_group), seqdims[name])
+            tensor = zigzag.merge(gather_tensors(tensor.detach(), cp_group), seqdims[name])
         columns[name] = tensor.detach().cpu()
     lengths = micro_batch.lengths.tolist()
     if len(lengths) != micro_batch.num_samples:  # several sequences per sample

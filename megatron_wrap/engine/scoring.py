@@ -16,7 +16,7 @@ from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.ops.deferred_logits import whole_logits
 from megatron_wrap.ops.log_probs import token_log_probs
 from megatron_wrap.ops.ranking import top_k
-from megatron_wrap.parallel import context
+from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
 from megatron_wrap.utils.progress import WorkProgress
 
@@ -58,7 +58,7 @@ def score_continuations(
         log_probs = token_log_probs(output, labels, parallel.tp.group)
         matches = top_k(output, 1, parallel.tp.group).ids[..., 0] == labels
         local = torch.stack([log_probs, matches.to(log_probs)])  # [2, B, S/cp]
-        merged = context.merge(gather_tensors(local, parallel.cp.group), 2).cpu()
+        merged = zigzag.merge(gather_tensors(local, parallel.cp.group), 2).cpu()
         rows = []
         for row, index in enumerate(micro_batch.sample_indices):
             ids, count = sequences[index]
@@ -113,7 +113,7 @@ def sequence_logits(state: TrainingState, sequences: Sequence[Sequence[int]]) ->
         if not micro_batch.counted:
             return None
         logits = torch.cat(gather_tensors(whole_logits(output.detach()), parallel.tp.group), dim=-1)
-        merged = context.merge(gather_tensors(logits[..., :vocab_size].contiguous(), parallel.cp.group), 1)
+        merged = zigzag.merge(gather_tensors(logits[..., :vocab_size].contiguous(), parallel.cp.group), 1)
         return merged[0, : micro_batch.width].cpu()
 
     rows: list[Tensor] = []

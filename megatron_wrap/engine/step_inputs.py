@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_wrap.engine.batches.localize import NOISE
+from megatron_wrap.engine.batches.context_parallel_shard import NOISE
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, prepared_samples, split_batch
 from megatron_wrap.engine.batches.prepared_batch import PreparedBatch, batch_key

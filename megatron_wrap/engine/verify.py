@@ -28,7 +28,7 @@ from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.transformer_config import parameter_dtype
-from megatron_wrap.parallel import context
+from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.collectives import broadcast_object, gather_objects, gather_tensors
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -198,7 +198,7 @@ def _first_sequence(state: TrainingState, hidden: Tensor) -> Tensor:
     hidden, parallel = hidden[:, :1], state.parallel
     if state.transformer_config.sequence_parallel:
         hidden = torch.cat(gather_tensors(hidden, parallel.tp.group))
-    return context.merge(gather_tensors(hidden, parallel.cp.group), 0)[:, 0]
+    return zigzag.merge(gather_tensors(hidden, parallel.cp.group), 0)[:, 0]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from megatron_wrap.nn.kernels.attention.attention_sinks import (
     flash_attention_with_sinks,
     has_flash_kernel,
 )
-from megatron_wrap.parallel.context import chunks_of, merge
+from megatron_wrap.parallel.zigzag import chunks_of, merge
 
 # Minimum queries per block under a sliding window: smaller blocks waste less compute but launch more kernels.
 _MIN_WINDOW_BLOCK = 512
@@ -202,7 +202,7 @@ def attend_over_context(
 ) -> Tensor:
     """Attention within each of several consecutive documents, with or without context parallelism.
 
-    Each rank has chunks r and 2 * cp_size - 1 - r of every document (`parallel/context.py`) and gathers the keys and
+    Each rank has chunks r and 2 * cp_size - 1 - r of every document (`parallel/zigzag.py`) and gathers the keys and
     values of all ranks. A causal chunk of queries attends the keys up to the end of the chunk, so it needs no explicit
     mask and can use the fast kernels.
 

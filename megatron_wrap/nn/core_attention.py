@@ -24,8 +24,8 @@ from megatron_wrap.nn.attention import attend, attend_over_context
 from megatron_wrap.nn.kernels.attention.attention_sinks import flash_attention_with_sinks, has_flash_kernel
 from megatron_wrap.nn.packed_attention import attend_packed, varlen_kernel
 from megatron_wrap.nn.ring_attention import attend_in_ring, ring_obstacle
-from megatron_wrap.parallel.context import packed_positions
 from megatron_wrap.parallel.head_exchange import attention_inputs_by_heads, to_whole_heads
+from megatron_wrap.parallel.zigzag import packed_positions
 from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_wrap.parallel.context import chunks_of, packed_positions
+from megatron_wrap.parallel.zigzag import chunks_of, packed_positions
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Attention over sequences that context-parallel ranks share, with keys and values that pass around a ring
 (arXiv:2310.01889; `cp_comm_type: p2p`) during the attention to those that a rank has at the moment.
 
-Rank r has chunks r and 2 * cp - 1 - r of each sequence (`parallel/context.py`), also of each sequence of a packed row.
+Rank r has chunks r and 2 * cp - 1 - r of each sequence (`parallel/zigzag.py`), also of each sequence of a packed row.
 In step i it attends to the keys of rank j = r - i (modulo cp), of which a causal mask leaves one of three parts, of
 equal work:
 

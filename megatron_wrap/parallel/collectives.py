@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_wrap.parallel import context
+from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.peer_memory import peer_memory
 
 
@@ -61,7 +61,7 @@ def gather_on_group(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
     The backward is the adjoint: a rank's gradient is the sum over all ranks of the gradients of its part. Use it if
     each rank then differentiates its share of the objective, as for `sum_on_group`. The parts of context-parallel
-    ranks are in zig-zag order; `parallel.context.merge` restores the order of the sequence.
+    ranks are in zig-zag order; `parallel.zigzag.merge` restores the order of the sequence.
     """
     return tensor if group.size() == 1 else _GatherOnGroup.apply(tensor, dim, group)
 
@@ -70,13 +70,13 @@ def gather_sequence(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Gather the whole sequence, in its order, from the zig-zag parts of context-parallel ranks, on every rank.
 
     Args:
-        part: local; 1 / group.size() of the sequence along `dim`: the positions of `parallel.context.packed_positions`.
+        part: local; 1 / group.size() of the sequence along `dim`: the positions of `parallel.zigzag.packed_positions`.
 
     Returns:
         The padded sequence along `dim`; the backward is the adjoint, as for `gather_on_group`.
     """
     size = group.size()
-    return part if size == 1 else context.merge(gather_on_group(part, dim, group).chunk(size, dim=dim), dim)
+    return part if size == 1 else zigzag.merge(gather_on_group(part, dim, group).chunk(size, dim=dim), dim)
 
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

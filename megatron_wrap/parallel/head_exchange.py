@@ -10,7 +10,7 @@ import torch
 from megatron.core.tensor_parallel import all_to_all
 from torch import Tensor
 
-from megatron_wrap.parallel.context import packed_positions
+from megatron_wrap.parallel.zigzag import packed_positions
 
 
 def to_whole_sequences(tensor: Tensor, lengths: tuple[int, ...], group: Any) -> Tensor:

@@ -68,7 +68,7 @@ def shapes(tiny: bool) -> dict[str, list[int]]:
 def measure(name: str, lengths: list[int], arguments: argparse.Namespace, device: torch.device) -> None:
     """One shape."""
     from megatron_wrap.nn.packed_sequences import PackedSequences
-    from megatron_wrap.parallel.context import packed_positions
+    from megatron_wrap.parallel.zigzag import packed_positions
 
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     generator = torch.Generator(device).manual_seed(3)

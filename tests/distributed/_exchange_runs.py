@@ -11,7 +11,7 @@ from _started import started
 from layout_runs import CONFIG, token_samples
 from torch import Tensor
 
-from megatron_wrap.parallel.context import packed_positions
+from megatron_wrap.parallel.zigzag import packed_positions
 
 KEY = "megatron_lm.model.parallel.cp_comm_type"
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_wrap import ops
-from megatron_wrap.parallel import context
+from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.collectives import gather_on_group, gather_sequence, sum_on_group
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -242,7 +242,7 @@ def sequence_adjoint() -> None:
     for shape, dim in (((2, 8 * size), 1), ((3, 8 * size, 4), 1), ((8 * size, 3), 0), ((2, 3, 8 * size), -1)):
         whole = torch.randn(shape, generator=generator, dtype=torch.float64)
         weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(size)]
-        positions = context.packed_positions([8 * size], size, rank)
+        positions = zigzag.packed_positions([8 * size], size, rank)
         mine = whole.index_select(dim, positions).clone().requires_grad_()
         gathered = gather_sequence(mine, dim, group)
         assert torch.equal(gathered, whole)

@@ -19,7 +19,7 @@ from megatron_wrap.data.order.batching import BatchPlan, BatchRule, Cursor, Plan
 from megatron_wrap.data.order.stream import SampleStream
 from megatron_wrap.data.order.usable_rows import Preparation, PreparedSamples, SampleReader
 from megatron_wrap.data.order.workers import Workers
-from megatron_wrap.engine.batches.localize import Localization
+from megatron_wrap.engine.batches.context_parallel_shard import Localization
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, sample_lengths, split_batch
 from megatron_wrap.engine.batches.prepared_batch import BatchParts, PreparedBatch, batch_key
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase

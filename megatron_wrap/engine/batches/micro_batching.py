@@ -25,8 +25,8 @@ from megatron_wrap.engine.batches.sample_sharing import micro_batch_indices
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.parallel.context import sequence_divisor
 from megatron_wrap.parallel.state import Axis, ParallelState
+from megatron_wrap.parallel.zigzag import sequence_divisor
 from megatron_wrap.plan.flops import ModelShape, training_flops
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.batches.localize import PADDING_MASK
+from megatron_wrap.engine.batches.context_parallel_shard import PADDING_MASK
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.passes.loss import ModelOutput
 from megatron_wrap.engine.passes.routing import RoutingReplay

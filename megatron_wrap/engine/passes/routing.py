@@ -12,7 +12,7 @@ from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.flow.contract.routing import RoutingShape
 from megatron_wrap.nn.experts.expert_choice import ExpertChoice
-from megatron_wrap.parallel import context
+from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
 from megatron_wrap.parallel.state import ParallelState
 
@@ -106,7 +106,7 @@ class RoutingReplay:
             by_row = tokens.unflatten(0, (-1, micro_batch.num_rows)).transpose(0, 1).contiguous()
             if self._splits:
                 by_row = torch.cat(gather_tensors(by_row, self._tp.group), dim=1)
-            of_stage.append(context.merge(gather_tensors(by_row, self._cp.group), 1).cpu())
+            of_stage.append(zigzag.merge(gather_tensors(by_row, self._cp.group), 1).cpu())
         by_stage = gather_objects((columns, of_stage), self._pp.group)
         order = torch.tensor([column for of_columns, _ in by_stage for column in of_columns]).argsort()
         rows = []

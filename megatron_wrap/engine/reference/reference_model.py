@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.run import ModelsConfig, RunConfig
-from megatron_wrap.engine.batches.localize import PADDING_MASK
+from megatron_wrap.engine.batches.context_parallel_shard import PADDING_MASK
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule

@@ -23,7 +23,7 @@ from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.data.indexed.windows import open_indexed
 from megatron_wrap.data.order.sample_sets import first_training_samples
 from megatron_wrap.data.sources.rows import BadSample, converted
-from megatron_wrap.engine.batches.localize import Localization
+from megatron_wrap.engine.batches.context_parallel_shard import Localization
 from megatron_wrap.engine.batches.micro_batch import try_flow
 from megatron_wrap.engine.batches.micro_batching import micro_batching_of
 from megatron_wrap.engine.batches.sample_sharing import SampleSharing

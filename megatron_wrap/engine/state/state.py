@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from megatron_wrap.config.schema.run import RunConfig
-    from megatron_wrap.engine.batches.localize import Localization
+    from megatron_wrap.engine.batches.context_parallel_shard import Localization
     from megatron_wrap.engine.batches.micro_batching import MicroBatching
     from megatron_wrap.engine.batches.sample_sharing import SampleSharing
     from megatron_wrap.engine.passes.loss import CalculateLoss

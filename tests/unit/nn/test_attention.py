@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_wrap.errors import LayoutError, PlatformError
-from megatron_wrap.parallel.context import merge, packed_positions
+from megatron_wrap.parallel.zigzag import merge, packed_positions
 from megatron_wrap.platform import choose_platform
 
 choose_platform("cpu").install()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_wrap.parallel.context import packed_positions
+from megatron_wrap.parallel.zigzag import packed_positions
 from megatron_wrap.platform import choose_platform
 
 choose_platform("cpu").install()

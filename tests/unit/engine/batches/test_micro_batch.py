@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.batches.localize import Localization, shard
+from megatron_wrap.engine.batches.context_parallel_shard import Localization, shard
 from megatron_wrap.engine.batches.micro_batch import collate, try_flow
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_wrap.engine.batches.localize import PACKED, PADDING_MASK, Localization, shard
+from megatron_wrap.engine.batches.context_parallel_shard import PACKED, PADDING_MASK, Localization, shard
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.batches.packed_rows import filled_row, pack, padded_length
 from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS

@@ -1,4 +1,7 @@
-"""This process's part of a micro-batch: pad and take the context-parallel shard; copy to the device."""
+"""This process's part of a micro-batch: pad, split each sequence over context-parallel ranks, copy to the device.
+
+Which chunks of a sequence a rank has: `parallel/zigzag.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatron_wrap.engine.batches.packed_rows import filled_row
 from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS
 from megatron_wrap.metrics.phases import COMPUTED_TOKENS, DATA, phase
 from megatron_wrap.model.embedding_noise import EmbeddingNoise
-from megatron_wrap.parallel import context
+from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.state import Axis, ParallelState
 
 PADDING_MASK = "padding_mask"
@@ -54,7 +57,7 @@ class Localization:
         if self.parallel.pp.size > 1 and lengths:
             lengths = [max(lengths)] * len(lengths)
         tp, cp = self.parallel.tp, self.parallel.cp
-        divisor = context.sequence_divisor(tp.size, cp.size, self.sequence_parallel, self.token_multiple)
+        divisor = zigzag.sequence_divisor(tp.size, cp.size, self.sequence_parallel, self.token_multiple)
         return tuple(
             self._with_noise(shard(micro_batch, -(-length // divisor) * divisor, cp, self.has_experts), micro_batch)
             for micro_batch, length in zip(micro_batches, lengths, strict=True)
@@ -66,9 +69,9 @@ class Localization:
             return local
         cp, width = self.parallel.cp, local.padded_width
         rows, columns, lengths = _tokens(whole, width)
-        ids = context.pad_to(whole.model_inputs["input_ids"], 1, width, 0)
+        ids = zigzag.pad_to(whole.model_inputs["input_ids"], 1, width, 0)
         noise = EmbeddingNoise.of(ids, rows, columns, lengths, self.noise_alpha, self.hidden_size)
-        noise = noise.select(context.packed_positions(_segments(whole, width), cp.size, cp.rank))
+        noise = noise.select(zigzag.packed_positions(_segments(whole, width), cp.size, cp.rank))
         return replace(local, model_inputs={**local.model_inputs, NOISE: noise})
 
     def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
@@ -93,12 +96,12 @@ def shard(micro_batch: MicroBatch, width: int, cp: Axis, with_padding_mask: bool
     """
     seqdims, pad_values = micro_batch.seqdims, micro_batch.pad_values
     segments = _segments(micro_batch, width)
-    positions = context.packed_positions(segments, cp.size, cp.rank)
+    positions = zigzag.packed_positions(segments, cp.size, cp.rank)
 
     def local(name: str, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or name not in seqdims:
             return tensor
-        tensor = context.pad_to(tensor, seqdims[name], width, pad_values.get(name, 0))
+        tensor = zigzag.pad_to(tensor, seqdims[name], width, pad_values.get(name, 0))
         return tensor if cp.size == 1 else tensor.index_select(seqdims[name], positions)
 
     model_inputs: dict[str, Any] = {name: local(name, tensor) for name, tensor in micro_batch.model_inputs.items()}

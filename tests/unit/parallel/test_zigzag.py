@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_wrap.errors import LayoutError
-from megatron_wrap.parallel.context import chunks_of, merge, packed_positions, pad_to, sequence_divisor
+from megatron_wrap.parallel.zigzag import chunks_of, merge, packed_positions, pad_to, sequence_divisor
 
 
 def positions(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
