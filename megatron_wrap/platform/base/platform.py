@@ -13,7 +13,7 @@ from megatron_wrap.platform.base.machine import Machine, this_machine, transform
 from megatron_wrap.platform.megatron_core import kernels as layer_kernels
 from megatron_wrap.platform.megatron_core import versions
 from megatron_wrap.platform.megatron_core.kernels import LayerKernels
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed
 
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 _NICE = 5
 _THREADS = "/proc/self/task"

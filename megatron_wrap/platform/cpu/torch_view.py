@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 from megatron_wrap.platform.megatron_core.versions import TRITON_MODULES
 
 # Packages that Megatron-Core uses if it can import them, hidden from it on this platform: those of CUDA, and loggers of

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.platform.megatron_core import restricted_pickle
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 RECIPES = "transformer_engine.common.recipe"
 _EXTENDED = ("megatron.core.extensions.transformer_engine", "TEDelayedScaling")  # Megatron-Core's subclass of a recipe

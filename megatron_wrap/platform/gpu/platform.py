@@ -17,7 +17,7 @@ from megatron_wrap.platform.base.platform import GIB, WITHOUT_FUSED_KERNELS, Pla
 from megatron_wrap.platform.gpu.fp8_requirements import missing_for
 from megatron_wrap.platform.gpu.fp8_scales import forget_scales
 from megatron_wrap.platform.megatron_core import adam, graphs, repairs
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 _TF32 = "NVIDIA_TF32_OVERRIDE"
 """cuBLAS reads it at its first use; 0 disables TF32, so fp32 is true fp32. torch disables TF32 by default, but

@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 # The foreach update allocates a temporary copy of the parameters it updates; this bounds the copy to 256 MiB in fp32.
 _MAX_CHUNK_ELEMENTS = 1 << 26

@@ -26,8 +26,8 @@ from torch.futures import Future
 from megatron_wrap.errors import CheckpointError, special_file
 from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.platform.megatron_core import restricted_pickle
-from megatron_wrap.platform.megatron_core.replacements import Replacements
 from megatron_wrap.platform.megatron_core.stored_tensor import read_into
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 from megatron_wrap.platform.megatron_core.versions import unexpected
 
 COMMON = "common.pt"

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_wrap.errors import DataError
 from megatron_wrap.platform.megatron_core.repairs import hide_log_messages
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 _EXTENSION, _USER = "megatron.core.datasets.helpers_cpp", "megatron.core.datasets.helpers"
 _WRITERS = ("megatron.core.datasets.gpt_dataset", "megatron.core.datasets.blended_dataset")

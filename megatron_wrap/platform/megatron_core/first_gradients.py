@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 _REPLACES, _STALE = "_replaces_first_gradient", "_has_gradient_of_last_step"
 

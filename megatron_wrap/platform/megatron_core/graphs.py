@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 _MODULE = "megatron.core.transformer.cuda_graphs"
 _GRAPHS = ("fwd_graph", "bwd_graph")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 _MLP_MODULES = ("megatron.core.transformer.mlp", "megatron.core.transformer.moe.shared_experts")
 _ROTARY_MODULE = "megatron.core.models.common.embeddings.rope_utils"

@@ -16,7 +16,7 @@ from multiprocessing.managers import SyncManager
 from types import ModuleType
 from typing import Any
 
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 from megatron_wrap.platform.megatron_core.versions import unexpected
 
 # Text of log messages that users cannot act on -> the Megatron-Core logger that writes them.

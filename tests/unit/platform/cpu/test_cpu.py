@@ -14,6 +14,7 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.platform.base.platform import Replacements
 from megatron_wrap.platform.cpu import platform as cpu
+from megatron_wrap.platform.cpu import replaced_functions as replaced
 
 NOTHING_IMPORTED = """
 import sys
@@ -152,7 +153,7 @@ def test_uninstall_restores_everything_and_install_works_again(installed):
     finally:
         installed.install()
     assert random.torch is not torch
-    assert random._get_cuda_rng_state.__module__ == cpu.__name__
+    assert random._get_cuda_rng_state.__module__ == replaced.__name__
     installed.install()
     assert len(sys.meta_path) == finders
     cpu.CpuPlatform().install()  # no-op: another CpuPlatform is installed
@@ -184,11 +185,11 @@ def test_unexpected_megatron_function_is_reported_with_its_version(installed):
     with pytest.raises(
         PlatformError, match=rf"megatron-core {version()} .* takes \(device, clone\), not \(device, clone,"
     ):
-        cpu._patch_rng(module, lambda function: [], Replacements())
+        replaced._patch_rng(module, lambda function: [], Replacements())
     with pytest.raises(PlatformError, match=r"has no comparison with torch\.cuda\.FloatTensor"):
-        cpu._patch_type_names(types.ModuleType("megatron.core.other"), lambda function: [], Replacements())
+        replaced._patch_type_names(types.ModuleType("megatron.core.other"), lambda function: [], Replacements())
     with pytest.raises(PlatformError, match="has no maybe_move_tensor_to_cpu"):
-        cpu._patch_moe_utils(types.ModuleType("megatron.core.other"), lambda function: [], Replacements())
+        replaced._patch_moe_utils(types.ModuleType("megatron.core.other"), lambda function: [], Replacements())
 
 
 def test_only_known_log_noise_is_hidden(installed, log_records):
@@ -254,7 +255,7 @@ def test_install_after_megatron_was_imported():
         """
     )
     assert out == [
-        *("0", "True", "megatron_wrap.platform.cpu.platform"),
+        *("0", "True", "megatron_wrap.platform.cpu.replaced_functions"),
         *("True", "True", "megatron.core.transformer.moe.moe_utils"),
         *("False", "False"),
         *("PlatformError", "True"),

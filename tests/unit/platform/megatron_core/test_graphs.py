@@ -15,7 +15,7 @@ from megatron.core.transformer import cuda_graphs  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 from megatron_wrap.platform.megatron_core import graphs  # noqa: E402
-from megatron_wrap.platform.megatron_core.replacements import Replacements  # noqa: E402
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements  # noqa: E402
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.platform.megatron_core.kernels import LayerKernels, use
-from megatron_wrap.platform.megatron_core.replacements import Replacements
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 
 class _OnGPU:
