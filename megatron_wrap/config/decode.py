@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from megatron_wrap.config.checks.needs import applies
+from megatron_wrap.config.checks.contradictions import applies
 from megatron_wrap.config.hugging_face import add_hugging_face
 from megatron_wrap.config.reading.nest import ValidatedNest, read_nest
 from megatron_wrap.config.reading.origins import ComposedConfig, Origin

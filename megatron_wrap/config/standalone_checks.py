@@ -6,7 +6,7 @@ Types and ranges of a shipped flow's keys are those of the shipped JSON schema, 
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
-from megatron_wrap.config.checks.refusal import check_each, refuse
+from megatron_wrap.config.checks.located_errors import check_each, refuse
 from megatron_wrap.config.checks.run import check_layout, check_values
 from megatron_wrap.config.json_schema import shipped_flow_keys
 from megatron_wrap.config.reading.yaml_nodes import describe

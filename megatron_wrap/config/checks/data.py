@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_wrap.config.checks.indexed import check_indexed
-from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.sources import SourceConfig

@@ -1,6 +1,6 @@
 """Contradictions within the MoE settings, and between the experts and the parallel layout."""
 
-from megatron_wrap.config.checks.refusal import divisors, refuse
+from megatron_wrap.config.checks.located_errors import divisors, refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import BLOCK, FP8_KEYS, MULTIPLE, Fp8Settings, fp8_settings
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig

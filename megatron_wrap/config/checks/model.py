@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from megatron_wrap.config.checks.experts import check_experts
-from megatron_wrap.config.checks.refusal import check_each, divisors, refuse
+from megatron_wrap.config.checks.located_errors import check_each, divisors, refuse
 from megatron_wrap.config.reading.pipeline_layout import parse_layout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import fp8_settings

@@ -5,7 +5,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from megatron_wrap.config.checks.refusal import check_each, refuse
+from megatron_wrap.config.checks.located_errors import check_each, refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.sources import SourceConfig

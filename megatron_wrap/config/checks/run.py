@@ -10,10 +10,10 @@ import shlex
 import sys
 from dataclasses import fields
 
+from megatron_wrap.config.checks.contradictions import check_needs
+from megatron_wrap.config.checks.located_errors import check_each, neighbours, refuse
 from megatron_wrap.config.checks.model import check_model
-from megatron_wrap.config.checks.needs import check_needs
 from megatron_wrap.config.checks.paths import check_paths
-from megatron_wrap.config.checks.refusal import check_each, neighbours, refuse
 from megatron_wrap.config.checks.training import check_training
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived

@@ -1,6 +1,6 @@
 """Contradictions within the length of a run and the phases of its learning rate."""
 
-from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 

@@ -3,7 +3,7 @@
 from megatron_wrap.config.checks.adapter import check_adapter
 from megatron_wrap.config.checks.data import check_data
 from megatron_wrap.config.checks.fp8 import check_fp8
-from megatron_wrap.config.checks.refusal import check_each, neighbours, refuse
+from megatron_wrap.config.checks.located_errors import check_each, neighbours, refuse
 from megatron_wrap.config.checks.schedule import check_learning_rate, check_length, check_schedule
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig

@@ -2,7 +2,7 @@
 
 from collections.abc import Sized
 
-from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import ConfigError

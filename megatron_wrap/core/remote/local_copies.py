@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_wrap.checkpoint.files.store import CheckpointStore
 from megatron_wrap.checkpoint.remote.store import fetch_newest, fetch_one, is_one
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.errors import CheckpointError, DataError, MegatronWrapError

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.refusal import check_each, refuse
+from megatron_wrap.config.checks.located_errors import check_each, refuse
 
 _OURS = ("containers", "volumes", "restartPolicy", "terminationGracePeriodSeconds", "nodeSelector", "tolerations")
 """Fields of a pod that other settings determine."""

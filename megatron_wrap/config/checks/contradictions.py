@@ -1,10 +1,12 @@
-"""Keys that need a value of another key: without it they have no effect, or do not work."""
+"""Pairs of keys that contradict each other, in one table: a key that needs a value of another key, without which it has
+no effect or does not work. Computed contradictions, and those of more keys, are in the files of the sections beside it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from megatron_wrap.config.checks.refusal import refuse
+from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.keys import Range
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
