@@ -114,14 +114,14 @@ def _keys_in(folder: Path) -> UpstreamKeys:
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Write or check the file below `root`; returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == [CORES]:
-        cores = {version: Path(folder) for version, _, folder in (text.partition("=") for text in given[1:])}
-        upstream, given = keys_of_all(cores), []
+    options = list(sys.argv[1:] if arguments is None else arguments)
+    if options[:1] == [CORES]:
+        cores = {version: Path(folder) for version, _, folder in (text.partition("=") for text in options[1:])}
+        upstream, options = keys_of_all(cores), []
     else:
         upstream = shipped_upstream_keys(root)
     message = f"{{}} differs from the dataclasses; run {COMMAND}"
-    return write_or_check({FILE: schema_text(upstream)}, root, __doc__ or "", message, given)
+    return write_or_check({FILE: schema_text(upstream)}, root, __doc__ or "", message, options)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class BackgroundSaves:
         Args:
             partial: the hidden folder.
             files: of this rank.
-            finish: publishes the checkpoint, given the records of all ranks; for global rank 0.
+            finish: publishes the checkpoint from the records of all ranks; for global rank 0.
         """
         rank, failure = dist.get_rank(), None
         self._log_size()

@@ -79,7 +79,7 @@ class PlannedSave:
     files: tuple[FileToWrite, ...]
     """Of this rank."""
     finish: Callable[[Sequence[Mapping[str, Any]]], None]
-    """Of global rank 0, without communication: writes the metadata, given the records of all ranks' `WriteJob`."""
+    """Of global rank 0, without communication: writes the metadata from the records of all ranks' `WriteJob`."""
 
 
 def plan(sharded_state: dict[str, Any], folder: Path, group: Any, copy: HostCopy) -> PlannedSave:

@@ -38,7 +38,7 @@ def summary(inspection: Inspection, total: int | None, config: RunConfig) -> str
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     findings = ordered(inspection.findings)
-    lines += ["", "found:" if findings else "no mistakes found"]
+    lines += ["", "findings:" if findings else "no mistakes found"]
     for finding in findings:
         mistake = MISTAKES[finding.key]
         sign = "!" if mistake.serious else "-"

@@ -116,8 +116,8 @@ def launch_of(
 
 
 def launch_options(arguments: argparse.Namespace) -> list[str]:
-    """The options of `add_launch_arguments` that were given, as they are typed again; on the node of a cluster those
-    that submit the run again."""
+    """The options of `add_launch_arguments` that this command was called with, to be typed again; on a node of a
+    cluster those that submit the run again."""
     options = {
         "--launcher": os.environ.get(LAUNCHED_BY, arguments.launcher),
         "--nodes": arguments.nodes,

@@ -1,4 +1,4 @@
-"""The samples of a run: its batches, its evaluation sets, and the number of steps of a run given in epochs."""
+"""The samples of a run: batches, evaluation sets, and the number of steps if the run's length is set in epochs."""
 
 from __future__ import annotations
 

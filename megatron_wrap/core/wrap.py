@@ -198,10 +198,10 @@ class MegatronWrap:
         from megatron_wrap.plan.pipeline_split import with_split
 
         self.tokenizer = run_tokenizer(self.config.data)
-        as_given = self.given_config
-        vocab_size = model_vocab_size(as_given.arch, self.tokenizer, as_given.model_provider.hf_path)
+        requested = self.given_config
+        vocab_size = model_vocab_size(requested.arch, self.tokenizer, requested.model_provider.hf_path)
         if training:
-            counted = with_train_iters(as_given, parallel, self.tokenizer)
+            counted = with_train_iters(requested, parallel, self.tokenizer)
             self.config = decided(counted, self.platform, parallel, vocab_size)
         else:
             self.config = with_split(self.config, vocab_size, on_rank_0(lambda: self.platform.device_name))
@@ -630,7 +630,7 @@ class MegatronWrap:
 
     @property
     def train_iters(self) -> int:
-        """Number of steps of the run; of one given in epochs after the setup."""
+        """Number of steps of the run; if its length is set in epochs, only after the setup."""
         train = self.config.train
         if train.train_iters is None and train.train_samples is None:
             raise MegatronWrapError("train_epochs: call wrap.setup_model_and_optimizer() first, which counts the steps")

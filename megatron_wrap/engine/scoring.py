@@ -70,11 +70,11 @@ def score_continuations(
         for start in range(0, len(batches), parallel.dp.size * in_flight):
             group = batches[start : start + parallel.dp.size * in_flight]
             num_microbatches = -(-len(group) // (parallel.dp.size * multiple)) * multiple
-            mine = [
+            share = [
                 _micro_batch(sequences, batch, len(batches[0])) for batch in group[parallel.dp.rank :: parallel.dp.size]
             ]
             filler = replace(_micro_batch(sequences, group[0], len(batches[0])), sample_indices=(), counted=False)
-            local = state.localization.localize([*mine, *[filler] * (num_microbatches - len(mine))])
+            local = state.localization.localize([*share, *[filler] * (num_microbatches - len(share))])
             for rows in state.pipeline_schedule.forward(state.chunks, local, score):
                 scores += rows
             progress.advance(sum(len(batch) for batch in group))

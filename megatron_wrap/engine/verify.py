@@ -128,8 +128,8 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
     )
     with _recorded(_modules(state), functools.partial(_first_sequence, state)) as outputs:
         logits = sequence_logits(state, sequences)
-    mine = {} if state.parallel.tp.rank or state.parallel.cp.rank else outputs
-    ours = {name: tensor for of_rank in gather_objects(mine) for name, tensor in of_rank.items()}
+    of_this_rank = {} if state.parallel.tp.rank or state.parallel.cp.rank else outputs
+    ours = {name: tensor for of_rank in gather_objects(of_this_rank) for name, tensor in of_rank.items()}
     stream = WeightStream(state.chunks, folder.family, state.config.arch, state.parallel, state.platform.device, dtype)
     weight_differences = _compare_weights(stream, folder, state.parallel.world.rank)
     verdict: Verdict | str = ""

@@ -42,10 +42,10 @@ def trainer(
         overrides: `a.b.c=value` strings.
         loop: called as `loop(wrap)` on every rank, with a run that is set up; default: `wrap.fit()`, which reports
             metrics every few seconds and after each save. A loop of your own calls `report(wrap, metrics)`.
-        script: path and arguments of a program that creates its own `MegatronWrap`, in place of `loop`.
+        script: path and arguments of a program that creates its own `MegatronWrap`, instead of `loop`.
         num_workers: processes; (least, most): elastic, as many as the cluster has room for, of which take part as many
             as the layout and the batch allow. Default: the fewest that can run the configuration.
-        scaling_config: of Ray Train, in place of `num_workers`.
+        scaling_config: of Ray Train, instead of `num_workers`.
         max_failures: restarts after failures; -1: any number. A user's error is not repeated.
         logs: folder for the output of each rank, `rank_N.log`; default: Ray shows and keeps it.
 

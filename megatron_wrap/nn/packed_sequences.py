@@ -73,7 +73,7 @@ class Boundaries:
 class RingBoundaries:
     """What queries of a context-parallel rank attend to keys of another (`nn/ring_attention.py`)."""
 
-    own: Boundaries
+    same_rank: Boundaries
     """A rank's queries and its own keys, which have the same positions."""
     earlier: Boundaries
     """All queries of a sequence and its first chunk of keys, then no queries and its second chunk."""
@@ -89,7 +89,7 @@ class RingBoundaries:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RingBoundaries:
         """The same with `move` applied to each tensor."""
-        return RingBoundaries(self.own.moved(move), self.earlier.moved(move), self.later.moved(move))
+        return RingBoundaries(self.same_rank.moved(move), self.earlier.moved(move), self.later.moved(move))
 
 
 @dataclass(kw_only=True)

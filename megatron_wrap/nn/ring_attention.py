@@ -100,7 +100,7 @@ class _Part(enum.Enum):
     """Which queries of a rank attend to which keys of another."""
 
     ALL = enum.auto()
-    OWN = enum.auto()
+    SAME_RANK = enum.auto()
     """Its own keys, causal."""
     EARLIER = enum.auto()
     """All queries, the first chunks of keys."""
@@ -139,7 +139,7 @@ class _Rows(NamedTuple):
         return tensor[:, : self.chunk] if part is _Part.EARLIER else tensor
 
     def kernel(self, part: _Part, query: Tensor, key: Tensor, value: Tensor, scale: float) -> FlashKernel:
-        return kernel_with_logsumexp(query, key, value, scale, part is _Part.OWN)
+        return kernel_with_logsumexp(query, key, value, scale, part is _Part.SAME_RANK)
 
 
 class _PackedRow(NamedTuple):
@@ -159,8 +159,8 @@ class _PackedRow(NamedTuple):
     def kernel(self, part: _Part, query: Tensor, key: Tensor, value: Tensor, scale: float) -> FlashKernel:
         ring = self.packed.ring
         assert ring is not None
-        boundaries = {_Part.EARLIER: ring.earlier, _Part.LATER: ring.later}.get(part, ring.own)
-        return packed_kernel_with_logsumexp(query, key, value, boundaries, scale, part is _Part.OWN)
+        boundaries = {_Part.EARLIER: ring.earlier, _Part.LATER: ring.later}.get(part, ring.same_rank)
+        return packed_kernel_with_logsumexp(query, key, value, boundaries, scale, part is _Part.SAME_RANK)
 
 
 class _Ring(NamedTuple):
@@ -232,7 +232,7 @@ class _Ring(NamedTuple):
         if not self.causal:
             return _Part.ALL
         if step == 0:
-            return _Part.OWN
+            return _Part.SAME_RANK
         return _Part.EARLIER if step <= self.group.rank() else _Part.LATER
 
     def _keys(self, part: _Part, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -177,7 +177,7 @@ def fetch_file(url: str) -> Path:
     return target
 
 
-def with_retries(action: Callable[[], T], what: str, attempts: int = ATTEMPTS) -> T:
+def with_retries(action: Callable[[], T], name: str, attempts: int = ATTEMPTS) -> T:
     """The result of `action`, which is called up to `attempts` times, with growing pauses. What is missing or forbidden
     is raised at once."""
     for attempt in range(1, attempts):
@@ -186,7 +186,7 @@ def with_retries(action: Callable[[], T], what: str, attempts: int = ATTEMPTS) -
         except (FileNotFoundError, PermissionError, IsADirectoryError):
             raise
         except Exception as error:  # stores raise different exceptions
-            logger.warning_all_ranks(f"{what}: {describe(error)}; attempt {attempt} of {attempts}")
+            logger.warning_all_ranks(f"{name}: {describe(error)}; attempt {attempt} of {attempts}")
             time.sleep(0.5 * 2**attempt)
     return action()
 

@@ -43,7 +43,7 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
             gradient of a frozen parameter); may be collective.
     """
     arch, parallel = state.config.arch, state.parallel
-    mine: dict[str, Tensor] = {}
+    of_this_rank: dict[str, Tensor] = {}
     for chunk in state.chunks:
         for parameter in global_names(bare_model(chunk), tied=not arch.untie_embeddings_and_output_weights):
             name, read_value = parameter.name, read(parameter.tensor)
@@ -61,9 +61,9 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
                 continue  # another process contributes this parameter
             if name.startswith(("embedding.word_embeddings", "output_layer")):
                 value = value[: state.flow.vocab_size]
-            mine[name] = value.cpu()
+            of_this_rank[name] = value.cpu()
     whole: dict[str, Tensor] = {}
-    for rank_tensors in gather_objects(mine):
+    for rank_tensors in gather_objects(of_this_rank):
         whole |= rank_tensors
     return whole
 

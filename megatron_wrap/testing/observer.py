@@ -159,9 +159,9 @@ def _differences(groups: Iterable[tuple[Any, Calls]]) -> dict[str, str]:
     first: dict[Any, Calls] = {}
     differences: dict[str, str] = {}
     for group, calls in groups:
-        for mine, theirs in zip(calls, first.setdefault(group, calls), strict=False):
-            for name, (_, value, weight) in mine.items():
-                _, other, other_weight = theirs[name]
+        for values, first_values in zip(calls, first.setdefault(group, calls), strict=False):
+            for name, (_, value, weight) in values.items():
+                _, other, other_weight = first_values[name]
                 if not (_same(value, other) and _same(weight, other_weight)):
                     differences.setdefault(name, f"{other:.4g} and {value:.4g}")
     return differences

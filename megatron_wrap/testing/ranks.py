@@ -58,12 +58,12 @@ class RankPool:
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            mine, theirs = context.Pipe()
-            arguments = (rank, world_size, theirs, platform, self._stops_idle)
+            parent, child = context.Pipe()
+            arguments = (rank, world_size, child, platform, self._stops_idle)
             process = context.Process(target=_serve, args=arguments, daemon=False)
             process.start()
-            theirs.close()
-            self._connections.append(mine)
+            child.close()
+            self._connections.append(parent)
             self._processes.append(process)
         # rank 0 binds a free port and sends it to the others; a free port chosen here might be taken by then
         try:

@@ -66,8 +66,10 @@ def held(folder: Path) -> Iterator[None]:
         except Timeout:
             holder = _holder(holder_file)
             if {key: holder.get(key) for key in me} != me:
-                who = "process {process} on {host} since {since}".format_map({"process": "?", "host": "?", **holder})
-                raise FolderInUse(f"{folder} is in use by another run, {who}") from None
+                details = "process {process} on {host} since {since}".format_map(
+                    {"process": "?", "host": "?", **holder}
+                )
+                raise FolderInUse(f"{folder} is in use by another run, {details}") from None
     try:
         yield
     finally:

@@ -11,11 +11,11 @@ from megatron_wrap.utils.dist_logger import logger
 
 
 @contextlib.contextmanager
-def refuse_unwritable(what: str, path: Path) -> Iterator[None]:
+def refuse_unwritable(files: str, path: Path) -> Iterator[None]:
     """Convert an OSError of a logger's first write into a ConfigError.
 
     Args:
-        what: description of the files, in the plural, for the message.
+        files: description of the files, in the plural, for the message.
 
     Raises:
         ConfigError: the body raised an OSError.
@@ -24,7 +24,7 @@ def refuse_unwritable(what: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{what} cannot be written to {path}: {error.strerror}; "
+            f"{files} cannot be written to {path}: {error.strerror}; "
             "set megatron_wrap.logger.output_dir to a writable folder"
         ) from error
 

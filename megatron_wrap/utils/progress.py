@@ -73,20 +73,20 @@ class WorkProgress(contextlib.AbstractContextManager["WorkProgress"]):
     a log line every 10 seconds.
 
     Args:
-        what: the work, such as "precompute".
+        work: its name, such as "precompute".
         total: of the units; None: it is not known, and neither is the remaining time.
         unit: in the singular, such as "sample"; "B": bytes, shown with a prefix.
         any_rank: the work is done by one rank, which may be another than rank 0 and logs it.
     """
 
-    def __init__(self, what: str, total: int | None, unit: str, any_rank: bool = False) -> None:
+    def __init__(self, work: str, total: int | None, unit: str, any_rank: bool = False) -> None:
         self._log = logger.info_all_ranks if any_rank else logger.info_rank_0
-        self._what, self._total, self._unit = what, total, unit
+        self._work, self._total, self._unit = work, total, unit
         self._done, self._started = 0, time.monotonic()
         self._reported = self._started
         self._bar: tqdm | None = None
         if _has_terminal():
-            self._bar = _bar(total=total, desc=what, unit=unit, unit_scale=unit == "B", leave=False)
+            self._bar = _bar(total=total, desc=work, unit=unit, unit_scale=unit == "B", leave=False)
 
     def advance(self, count: int = 1) -> None:
         """Add units that are done."""
@@ -107,18 +107,18 @@ class WorkProgress(contextlib.AbstractContextManager["WorkProgress"]):
             return f"{with_prefix(count)}B" if self._unit == "B" else counted(count, self._unit)
 
         if self._total is None:
-            return f"{self._what}: {amount(self._done)}"
+            return f"{self._work}: {amount(self._done)}"
         done = f"{self._done:,}" if self._unit != "B" else amount(self._done)
         left = (time.monotonic() - self._started) / max(self._done, 1) * (self._total - self._done)
-        return f"{self._what}: {done} of {amount(self._total)}, {timedelta(seconds=round(left))} left"
+        return f"{self._work}: {done} of {amount(self._total)}, {timedelta(seconds=round(left))} left"
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def tracked(items: Iterable[Item], what: str, total: int | None, unit: str, any_rank: bool = False) -> Iterator[Item]:
+def tracked(items: Iterable[Item], work: str, total: int | None, unit: str, any_rank: bool = False) -> Iterator[Item]:
     """The items, with a `WorkProgress` that counts those that are done."""
-    with WorkProgress(what, total, unit, any_rank) as progress:
+    with WorkProgress(work, total, unit, any_rank) as progress:
         for item in items:
             yield item
             progress.advance()

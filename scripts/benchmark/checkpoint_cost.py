@@ -215,12 +215,13 @@ class Measurement:
                     )
             pairs[f"verification, {kind}: load / torch's"] = (f"{LOAD}, {kind}", f"{TORCH}, {kind}")
         every = {
-            label: (self.seconds.get(one, []), self.seconds.get(other, [])) for label, (one, other) in pairs.items()
+            label: (self.seconds.get(numerator, []), self.seconds.get(denominator, []))
+            for label, (numerator, denominator) in pairs.items()
         }
         return {
-            label: [one / other for one, other in zip(ones, others, strict=False)]
-            for label, (ones, others) in every.items()
-            if ones and others
+            label: [numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=False)]
+            for label, (numerators, denominators) in every.items()
+            if numerators and denominators
         }
 
     def _timed(self, name: str, action: Callable[[], Any]) -> None:

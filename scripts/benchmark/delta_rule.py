@@ -36,7 +36,7 @@ def main() -> None:
     """Measure each way in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--lengths", type=int, nargs="*", help="of the sequences of a packed row, in place of --tokens")
+    parser.add_argument("--lengths", type=int, nargs="*", help="of the sequences of a packed row, instead of --tokens")
     parser.add_argument("--key-heads", type=int, default=16)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--width", type=int, default=128, help="of queries, keys and values")

@@ -196,7 +196,7 @@ def _import(modules: tuple[str, ...], packages: tuple[str, ...] = ()) -> None:
             importlib.import_module(name)
     for name in packages:
         _import(
-            tuple(found.name for found in pkgutil.walk_packages(importlib.import_module(name).__path__, name + "."))
+            tuple(module.name for module in pkgutil.walk_packages(importlib.import_module(name).__path__, name + "."))
         )
 
 

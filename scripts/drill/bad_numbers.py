@@ -54,7 +54,7 @@ TRIALS = [
 RIGHT = "right"
 
 
-def place(layout: str) -> str:
+def bad_sample(layout: str) -> str:
     """Where the bad sample is: in the third micro-batch of two, or in the second of replica 0."""
     micro_batch = "micro-batch 1 of 2 of replica 0" if layout.startswith("dp2") else "micro-batch 2 of 4"
     return f"{micro_batch}, sample {bad.BAD} of a batch of 8"
@@ -67,7 +67,7 @@ def of_stop(run: Callable[..., list[Any]], layout: str, overrides: Sequence[str]
     name = kind.partition(" ")[0]
     words = f"before the step, {bad.PARAMETER} had nan or infinite values"
     if name != "weight":
-        words = f"in {place(layout)}, the first such value is {NAMED[name]}"
+        words = f"in {bad_sample(layout)}, the first such value is {NAMED[name]}"
     wrong = [f"another error: {error}" for error in errors if words not in error]
     if name != "weight" and not all(result["unchanged"][0] for result in results):
         wrong.append("the state has changed")
@@ -80,8 +80,10 @@ def of_spike(run: Callable[..., list[Any]], layout: str, overrides: Sequence[str
     more = ("megatron_lm.train.common.train_iters=30", *overrides)
     results = run(bad.in_a_row, (*keys, *more), ("",) * 9 + ("spike", "spike", ""))
     refused = results[0][10]
-    found = "of iteration 11 is a spike: " in refused and f"the largest loss is in {place(layout)}; nothing" in refused
-    wrong = [] if found and results[0][11] == "0 of 11" else [f"another error: {results[0][9:]}"]
+    is_named = (
+        "of iteration 11 is a spike: " in refused and f"the largest loss is in {bad_sample(layout)}; nothing" in refused
+    )
+    wrong = [] if is_named and results[0][11] == "0 of 11" else [f"another error: {results[0][9:]}"]
     return [*wrong, *(["other words on another rank"] if any(result != results[0] for result in results) else [])]
 
 

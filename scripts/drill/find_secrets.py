@@ -123,10 +123,10 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
         folder = scratch / f"run{index}"
         folder.mkdir()
         variables = {name.upper(): value for name, value in kinds(generator).items()}
-        options, given = kinds(generator), kinds(generator)
+        options, typed = kinds(generator), kinds(generator)
         write_inputs(folder, options, list(variables))
         flow = "megatron_wrap.flow"
-        overrides = [f"{flow}.given_api_key={given['judge_api_key']}", f"{flow}.note={given['github_token']}"]
+        overrides = [f"{flow}.given_api_key={typed['judge_api_key']}", f"{flow}.note={typed['github_token']}"]
         environment = {**variables, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
         outputs = {"console of the run": train(folder, overrides, environment)}
         report = [sys.executable, "-m", "megatron_wrap.cli.main", "report", "out"]
@@ -144,12 +144,14 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
                 data = path.read_bytes()
                 contents[str(path.relative_to(folder))] = gzip.decompress(data) if path.suffix == ".gz" else data
         secrets = [("environment", *item) for item in variables.items()] + [("YAML", *item) for item in options.items()]
-        secrets += [("command line", name, given[name]) for name in ("judge_api_key", "github_token")]
+        secrets += [("command line", name, typed[name]) for name in ("judge_api_key", "github_token")]
         searched += len(contents)
         for origin, name, value in secrets:
             for part in parts(name.lower(), value):
-                places = [place for place, data in contents.items() if any(form in data for form in forms(part))]
-                wrong += [f"{name} of the {origin} is in {place}" for place in places]
+                outputs_with_secret = [
+                    output for output, data in contents.items() if any(form in data for form in forms(part))
+                ]
+                wrong += [f"{name} of the {origin} is in {output}" for output in outputs_with_secret]
     print(f"{count} trials, 22 secrets each, {searched} files and outputs searched: {len(wrong)} found")
     return wrong
 

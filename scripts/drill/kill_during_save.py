@@ -168,8 +168,8 @@ class Life:
     def died(self) -> bool:
         """Whether a process has ended."""
         for process in list(self.alive):
-            found, status = os.waitpid(process, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
                 self.alive.remove(process)
                 self.statuses[process] = status
         return len(self.alive) < len(self.ranks)
@@ -190,14 +190,14 @@ class Life:
             TimeoutError: no process ended.
         """
         end = time.monotonic() + LIMIT_SECONDS
-        told = False
+        is_stopping = False
         while self.alive and time.monotonic() < end:
-            if self.died() and any(self.statuses.values()) and not told:
-                told, end = True, time.monotonic() + SURVIVOR_SECONDS
+            if self.died() and any(self.statuses.values()) and not is_stopping:
+                is_stopping, end = True, time.monotonic() + SURVIVOR_SECONDS
                 for process in self.alive:
                     os.kill(process, signal.SIGTERM)
             time.sleep(0.002)
-        hangs = not told and bool(self.alive)
+        hangs = not is_stopping and bool(self.alive)
         for process in self.alive:
             os.kill(process, signal.SIGKILL)
             self.statuses[process] = os.waitpid(process, 0)[1]

@@ -93,11 +93,11 @@ TEMPLATES = (
 )
 
 
-def place(value: Any, generator: random.Random) -> tuple[Any, Any]:
+def container_and_key(value: Any, generator: random.Random) -> tuple[Any, Any]:
     """(container, key) of a random value in a tree; values near its root are likelier than in proportion."""
     key = generator.choice(list(value) if isinstance(value, dict) else range(len(value)))
     if isinstance(value[key], dict | list) and value[key] and generator.random() < 0.7:
-        return place(value[key], generator)
+        return container_and_key(value[key], generator)
     return value, key
 
 
@@ -107,7 +107,7 @@ def other_value(content: Any, generator: random.Random) -> Any:
     for _ in range(generator.choice((1, 1, 1, 2, 4))):
         if not content:
             break
-        container, key = place(content, generator)
+        container, key = container_and_key(content, generator)
         if generator.random() < 0.2:
             del container[key]
         else:
@@ -146,7 +146,7 @@ def damage_json(path: Path, generator: random.Random) -> None:
 
 
 def damage_special(path: Path, generator: random.Random) -> None:
-    """A pipe, a folder or a link in a file's place, or a huge file without content."""
+    """A pipe, a folder or a link instead of a file, or a huge file without content."""
     path.unlink()
     kind = generator.choice(("pipe", "folder", "nowhere", "itself", "device", "huge", "unreadable"))
     if kind == "pipe":

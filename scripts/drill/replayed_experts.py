@@ -81,11 +81,11 @@ def main() -> int:
     kind = "megatron_lm.model.arch.experts_impl="
     first, routing = train(arguments.config, [*arguments.overrides, f"{kind}sequential"], arguments.count, None)
     second, chosen = train(arguments.config, [*arguments.overrides, f"{kind}grouped_mm"], arguments.count, routing)
-    difference = max(abs(one - other) for one, other in zip(first, second, strict=True))
+    difference = max(abs(loss - other) for loss, other in zip(first, second, strict=True))
     different = total = 0
-    for one, other in zip(itertools.chain(*routing), itertools.chain(*chosen), strict=True):
-        different += int((one.sort(dim=-1).values != other.sort(dim=-1).values).sum())
-        total += torch.numel(one)
+    for recorded, selected in zip(itertools.chain(*routing), itertools.chain(*chosen), strict=True):
+        different += int((recorded.sort(dim=-1).values != selected.sort(dim=-1).values).sum())
+        total += torch.numel(recorded)
     print(
         f"{len(first)} steps, loss {first[0]:.4f} to {first[-1]:.4f}; largest difference of a step's loss "
         f"{difference:.2e} (bound {BOUND:g}); {different} of {total} choices of experts differ from the run's own"

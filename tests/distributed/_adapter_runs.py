@@ -310,11 +310,11 @@ def peft_model(folder: Path, adapter: dict[str, Any], factors: dict[str, Any] | 
     options = {"target_modules": "all-linear", **adapter}
     peft = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out="gpt2" in str(folder), **options))
     if factors is not None:
-        own = _trained(peft)
-        assert own.keys() == factors.keys(), own.keys() ^ factors.keys()
+        weights = _trained(peft)
+        assert weights.keys() == factors.keys(), weights.keys() ^ factors.keys()
         with torch.no_grad():
             for name, value in factors.items():
-                own[name].copy_(torch.from_numpy(value))
+                weights[name].copy_(torch.from_numpy(value))
     return peft
 
 

@@ -1,4 +1,4 @@
-"""Functions that the tests of non-finite steps run on each rank: values that become nan, or inf, in one place of a
+"""Functions that the tests of non-finite steps run on each rank: values that become nan, or inf, in one tensor of a
 step."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _BadBackward(torch.autograd.Function):
 
 @contextmanager
 def injected(wrap: Any, kind: str) -> Iterator[None]:
-    """A step makes nan in one place, or inf with "activation inf". activation: MODULE's output in a micro-batch with
+    """A step makes nan in one tensor, or inf with "activation inf". activation: MODULE's output in a micro-batch with
     MARK. backward: the same of its backward pass. weight: one value of PARAMETER. once: as activation, the first time
     only."""
     from megatron_wrap.model.chunks import bare_model
@@ -76,8 +76,8 @@ def injected(wrap: Any, kind: str) -> Iterator[None]:
                         named.tensor.flatten()[7] = value
             elif kind not in POISONS:
                 handles.append(model.register_forward_pre_hook(see, with_kwargs=True))
-                found = [module for module, name in global_module_names(model).items() if name == MODULE]
-                handles += [module.register_forward_hook(spoil) for module in found]
+                modules = [module for module, name in global_module_names(model).items() if name == MODULE]
+                handles += [module.register_forward_hook(spoil) for module in modules]
     try:
         yield
     finally:
@@ -103,8 +103,8 @@ def refused(overrides: Sequence[str], kinds: Sequence[str]) -> dict[str, list[An
 
 
 def skipped(overrides: Sequence[str], kinds: Sequence[str]) -> dict[str, Any]:
-    """A good step, skipped ones of each kind, and a good step; and the same with batches without a trained token in
-    their place. The metrics, and whether weights, buffers and optimizer are equal at both ends."""
+    """A good step, skipped ones of each kind, and a good step; and the same with batches without a trained token
+    instead of the skipped ones. The metrics, and whether weights, buffers and optimizer are equal at both ends."""
     batch = samples()
     untrained = [{**sample, "loss_mask": [0] * len(sample["loss_mask"])} for sample in batch[: runs.BATCH]]
     metrics, ends = [], []

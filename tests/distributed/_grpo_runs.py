@@ -152,7 +152,7 @@ def _trainer(samples: Sequence[dict[str, Any]], model: Any, arguments: Any, voca
     from transformers import PreTrainedTokenizerFast
     from trl import GRPOTrainer
 
-    class Given(GRPOTrainer):  # type: ignore[misc]
+    class OfRollouts(GRPOTrainer):  # type: ignore[misc]
         losses: list[float] = []
 
         def _get_train_sampler(self, *_: Any) -> SequentialSampler:
@@ -171,7 +171,7 @@ def _trainer(samples: Sequence[dict[str, Any]], model: Any, arguments: Any, voca
             self.losses.append(float(loss.detach()))
             return loss
 
-    def given(prompts: list[str], *_: Any) -> dict[str, Any]:
+    def rollouts_of(prompts: list[str], *_: Any) -> dict[str, Any]:
         of_group = [samples[int(prompt)] for prompt in prompts]
         known = {"prompt_ids": "prompt_ids", "completion_ids": "response_ids", "env_mask": "response_mask"}
         known |= {"logprobs": "rollout_log_probs"} if "rollout_log_probs" in of_group[0] else {}
@@ -181,13 +181,13 @@ def _trainer(samples: Sequence[dict[str, Any]], model: Any, arguments: Any, voca
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="0", eos_token=str(EOS)
     )
-    return Given(
+    return OfRollouts(
         model=model,
         reward_funcs=lambda prompts, **_: [samples[int(prompt)]["reward"] for prompt in prompts],
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(len(samples))]),
         processing_class=tokenizer,
-        rollout_func=given,
+        rollout_func=rollouts_of,
     )
 
 

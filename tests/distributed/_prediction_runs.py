@@ -123,8 +123,8 @@ def train_transformers(folder: Path) -> tuple[list[tuple[float, float]], list[li
     batches = samples(STEPS * BATCH, seed=31)
     steps, of_layers = [], []
     for step in range(STEPS):
-        own, *ahead = their_losses(model, prediction, batches[step * BATCH : (step + 1) * BATCH])
-        loss = own + FACTOR * sum(ahead) / len(ahead)
+        loss_of_next, *ahead = their_losses(model, prediction, batches[step * BATCH : (step + 1) * BATCH])
+        loss = loss_of_next + FACTOR * sum(ahead) / len(ahead)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()

@@ -49,14 +49,14 @@ def train(overrides: tuple[str, ...], routings: list[torch.Tensor]) -> dict[str,
         gradients_of_batch(state, batch)
         gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
         metrics = [wrap.train(batch) for _ in range(2)]
-        again = [output["routed_experts"] for output in wrap.forward(batch)]
-        own = [output["routed_experts"] for output in wrap.forward(plain)]
+        replayed = [output["routed_experts"] for output in wrap.forward(batch)]
+        unrecorded = [output["routed_experts"] for output in wrap.forward(plain)]
     return {
         "losses": [step["loss"] for step in metrics],
         "load": {name: value for name, value in metrics[0].items() if name.startswith("experts/")},
         "gradients": gradients if state.parallel.world.rank == 0 else {},
-        "again": again,
-        "own": own,
+        "replayed": replayed,
+        "unrecorded": unrecorded,
     }
 
 
@@ -92,8 +92,8 @@ def several_updates(overrides: tuple[str, ...], rollouts: list[dict[str, Any]]) 
 
 
 def losses(overrides: tuple[str, ...], routings: list[list[torch.Tensor]] | None, steps: int) -> dict[str, Any]:
-    """The loss of each step with replayed routing, and the routing: that of the run itself before each step, if none is
-    given."""
+    """The loss of each step with replayed routing, and the routing: `routings`, or that of the run itself before each
+    step."""
     result: dict[str, Any] = {"losses": [], "routings": []}
     with started(CONFIG, (*overrides, f"{REPLAY}R2", f"megatron_lm.train.common.train_iters={steps}")) as wrap:
         batch = samples(wrap.global_batch_size, wrap.config.train.seq_length)

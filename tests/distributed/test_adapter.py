@@ -475,9 +475,11 @@ def test_frozen_adapters_beside_the_trained_one(folder_of, ranks, tmp_path):
     assert all("_adapter." in name for name in model)
     # DPO against a frozen adapter: at the first step the policy is the base, so rewards differ from those against it
     reference = {"adapter": "first"}
-    one = ranks(1).run(runs.train_dpo, folder, reference, runs.overrides_of({"others": others}), str(tmp_path / "dpo"))
-    base = ranks(1).run(runs.train_dpo, folder, "base", (), str(tmp_path / "base"))
-    assert base[0][0]["rewards/chosen"] == 0 != one[0][0]["rewards/chosen"]
+    against_adapter = ranks(1).run(
+        runs.train_dpo, folder, reference, runs.overrides_of({"others": others}), str(tmp_path / "dpo")
+    )
+    against_base = ranks(1).run(runs.train_dpo, folder, "base", (), str(tmp_path / "base"))
+    assert against_base[0][0]["rewards/chosen"] == 0 != against_adapter[0][0]["rewards/chosen"]
     # a checkpoint remembers the files of the frozen adapters
     config = Path(others["first"]) / "adapter_config.json"
     config.write_text(config.read_text() + "\n")

@@ -123,9 +123,9 @@ def test_ten_steps_equal_transformers_on_the_windows_of_megatron_core(family, se
         f"megatron_wrap.logger.output_dir={tmp_path}/records",
         *(SEPARATE if separate else ()),
     )
-    actual, found_validation = ranks(1).run(runs.train_from, str(folder), bridge.CONFIG, overrides)[0]
+    actual, actual_validation = ranks(1).run(runs.train_from, str(folder), bridge.CONFIG, overrides)[0]
     numpy.testing.assert_allclose(actual, expected, rtol=1e-5)
-    assert found_validation == pytest.approx(expected_validation, rel=1e-5)
+    assert actual_validation == pytest.approx(expected_validation, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ BUDGET = (f"{TRAIN}.global_batch_tokens=128", f"{TRAIN}.max_tokens_per_micro_bat
 SKIP = (f"{DATA}.on_bad_sample=skip",)
 
 
-def one(folder: Path) -> str:
+def single_file(folder: Path) -> str:
     return f"{folder}/one.jsonl"
 
 
@@ -42,12 +42,12 @@ class Mode:
 
 
 MODES = {
-    "map": Mode(one, (), (1, 2), (2, 0)),
+    "map": Mode(single_file, (), (1, 2), (2, 0)),
     "streaming": Mode(streaming, (f"{DATA}.shuffle_buffer=16",), (2, 1), (1, 2)),
     "mixture-skip": Mode(mixture, SKIP, (2, 2), (1, 0)),
-    "packed": Mode(one, PACKED, (2, 0), (1, 2)),
+    "packed": Mode(single_file, PACKED, (2, 0), (1, 2)),
     "budget-packed-skip": Mode(mixture, (*PACKED, *BUDGET, *SKIP), (2, 2), (1, 0)),
-    "budget-padded": Mode(one, BUDGET, (1, 0), (2, 2)),
+    "budget-padded": Mode(single_file, BUDGET, (1, 0), (2, 2)),
 }
 
 
@@ -90,7 +90,7 @@ def test_a_killed_run_resumes_at_the_next_sample(data: Path, name: str, ranks) -
     "keys", [pytest.param((), id="samples", marks=pytest.mark.matrix), pytest.param((*PACKED, *BUDGET), id="budget")]
 )
 def test_a_batch_a_copy_and_the_batches_of_rank_0_give_the_same_bits(data: Path, keys: tuple[str, ...]) -> None:
-    overrides = (f"{DATA}.train={one(data)}", f"{DATA}.num_workers=1", *keys)
+    overrides = (f"{DATA}.train={single_file(data)}", f"{DATA}.num_workers=1", *keys)
     yielded = in_new_processes(2, runs.train_on, data / "a", overrides, "yielded", 5)
     assert len(yielded[0]) == 5
     assert yielded[0] == yielded[1]

@@ -70,5 +70,5 @@ def test_packed_rows_agree_with_separate_sequences_of_transformers(family, layou
     assert actual.keys() == {(sample, index) for sample, rows in enumerate(expected) for index in range(len(rows))}
     worst = max(float(numpy.abs(logits - expected[a][b]).max()) for (a, b), logits in actual.items())
     assert worst <= 1e-4
-    for _, _, found_loss in by_rank:
-        assert found_loss == pytest.approx(loss, rel=1e-6)
+    for _, _, actual_loss in by_rank:
+        assert actual_loss == pytest.approx(loss, rel=1e-6)

@@ -32,7 +32,7 @@ SIZES = (16, 11, 1)
 """Two whole batches of 8; a batch and a small one; one sample, so that replicas and pipelines get fillers."""
 
 
-def given(flow: str) -> list[dict[str, Any]]:
+def samples_of(flow: str) -> list[dict[str, Any]]:
     return runs.weighted_samples(16) if flow == "gpt_sft" else pairs_or_texts(flow)
 
 
@@ -44,7 +44,7 @@ def unpacked(ranks):
     def evaluate(flow: str) -> dict[str, Any]:
         if flow not in made:
             overrides = (*FLOWS[flow], *runs.options())
-            made[flow] = ranks(1).run(runs.evaluate_and_forward, overrides, given(flow), SIZES)[0]
+            made[flow] = ranks(1).run(runs.evaluate_and_forward, overrides, samples_of(flow), SIZES)[0]
         return made[flow]
 
     return evaluate
@@ -64,7 +64,7 @@ def test_evaluation_does_not_depend_on_the_cut(flow, layout, cut, ranks, unpacke
     world_size, settings = LAYOUTS[layout]
     expected = unpacked(flow)
     overrides = (*FLOWS[flow], *runs.options(**settings, **CUTS[cut]))
-    for actual in ranks(world_size).run(runs.evaluate_and_forward, overrides, given(flow), SIZES):
+    for actual in ranks(world_size).run(runs.evaluate_and_forward, overrides, samples_of(flow), SIZES):
         assert actual["unchanged"]
         for metrics, reference in zip(actual["evaluations"], expected["evaluations"], strict=True):
             assert metrics.keys() == reference.keys()

@@ -190,7 +190,7 @@ def test_a_call_over_a_part_of_the_vocabulary_is_noted_even_if_the_values_agree(
     assert "calls argmax over this process's part of the vocabulary" in report.notes[-1]
 
 
-def test_an_error_in_the_loss_is_one_line_with_its_place(samples, ranks):
+def test_an_error_in_the_loss_is_one_line_with_its_location(samples, ranks):
     with pytest.raises(FlowError) as caught:
         check_parity(CONFIG, flow="_flow_zoo:WrongShape", layouts=["mbs1"], samples=samples, steps=1, ranks=ranks)
     assert re.fullmatch(

@@ -173,8 +173,8 @@ FOLLOWING = {
 
 @pytest.mark.parametrize("name", quick(FOLLOWING, ("one-rank, bf16, average",)))
 def test_a_following_reference_resumes_bit_for_bit(tmp_path, name):
-    processes, layout, given = FOLLOWING[name]
-    overrides = (f"{REFERENCE}={given}", *layout, *DROPOUT, f"{TRAIN}.save={tmp_path}", ONE_EACH)
+    processes, layout, reference = FOLLOWING[name]
+    overrides = (f"{REFERENCE}={reference}", *layout, *DROPOUT, f"{TRAIN}.save={tmp_path}", ONE_EACH)
     straight = in_new_processes(processes, runs.train, overrides, runs.pairs(), 7, 4)[0]
     assert (tmp_path / "reference" / "iter_0000004").is_dir()
     resumed = in_new_processes(processes, runs.train, overrides, runs.pairs(), 7, 7)[0]

@@ -50,11 +50,11 @@ def test_first_pass_replays_to_the_same_bits(ranks) -> None:
 
 
 def test_changed_weights_select_the_recorded_experts(expected, routings) -> None:
-    for again, own, routing in zip(expected["again"], expected["own"], routings, strict=True):
-        recorded = routing[: len(again)].numpy()
+    for replayed, unrecorded, routing in zip(expected["replayed"], expected["unrecorded"], routings, strict=True):
+        recorded = routing[: len(replayed)].numpy()
         kept = [token for token in range(len(recorded)) if token != 3]
-        assert (again.numpy()[kept] == recorded[kept]).all()
-        assert (own.numpy()[kept] != recorded[kept]).any()
+        assert (replayed.numpy()[kept] == recorded[kept]).all()
+        assert (unrecorded.numpy()[kept] != recorded[kept]).any()
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_layouts_replay_like_one_rank(ranks, expected, routings, case: str) -> N
         difference = numpy.linalg.norm(actual["gradients"][parameter] - gradient)
         assert difference <= 1e-4 * numpy.linalg.norm(gradient), parameter
     for other in results:
-        for one, many in zip(expected["again"], other["again"], strict=True):
-            assert one.dtype == many.dtype
-            assert (one == many).all()
+        for expected_experts, experts in zip(expected["replayed"], other["replayed"], strict=True):
+            assert expected_experts.dtype == experts.dtype
+            assert (expected_experts == experts).all()
 
 
 MIXTRAL = (

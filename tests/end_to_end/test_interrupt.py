@@ -85,7 +85,7 @@ class Stuck(MegatronWrapMinimalMockFlow):
 
 
 @pytest.mark.matrix
-def test_a_process_without_progress_is_named_with_its_place_and_all_have_stacks(tmp_path: Path) -> None:
+def test_a_process_without_progress_is_named_with_its_location_and_all_have_stacks(tmp_path: Path) -> None:
     (tmp_path / "stuck_flow.py").write_text(STUCK)
     flow = ("megatron_wrap.flow.__select__=custom", "megatron_wrap.flow.flow_key=stuck_flow:Stuck")
     run = Launcher(tmp_path, *flow, "megatron_wrap.init.stopped_process_seconds=5")

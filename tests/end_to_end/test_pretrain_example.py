@@ -40,7 +40,7 @@ def test_the_example_of_pretraining(command, tmp_path, sample_data):
     ended = command("megatron_wrap.cli.main", "inspect-data", CONFIG, *OTHERS, "--limit", "20", "--split", "validation")
     assert ended.code == 0, ended.err
     assert "text_document.bin window 1" in ended.out
-    assert "found:" not in ended.out
+    assert "findings:" not in ended.out
     ended = train("megatron_wrap.data.train=examples/data/generated/text_documnet")
     assert ended.code == 2
     assert "did you mean examples/data/generated/text_document.idx?" in ended.err.splitlines()[-1]

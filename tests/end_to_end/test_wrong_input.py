@@ -138,7 +138,7 @@ def test_flow_without_its_methods(command, tmp_path):
 
 @pytest.mark.matrix
 def test_flow_that_collates_no_tensor(command, tmp_path):
-    """Found on the head of the data before the model is built, and said once."""
+    """Refused on the head of the data before the model is built, in one message."""
     (tmp_path / "my_flow.py").write_text(UNFINISHED)
     (tmp_path / "train.jsonl").write_text('{"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}\n' * 4)
     run = config(tmp_path, flow="gpt_sft", data="jsonl")

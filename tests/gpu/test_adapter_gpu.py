@@ -57,7 +57,7 @@ def train(folder, implementation, *overrides, steps=STEPS, save=False):
 
         before = frozen()
         results = [wrap.train(batch) for batch in batches()[wrap.iteration : steps]]
-        unchanged = all(torch.equal(one, other) for one, other in zip(before, frozen(), strict=True))
+        unchanged = all(torch.equal(value, later) for value, later in zip(before, frozen(), strict=True))
         if save:
             wrap.save()
     return [(result["loss"], result["grad_norm"]) for result in results], unchanged

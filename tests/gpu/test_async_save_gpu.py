@@ -65,7 +65,7 @@ def saved_and_loaded(folder):
         for path, expected in zip(paths, live, strict=True):
             wrap.load(path)
             loaded = state(wrap)
-            same.append(all(torch.equal(one, other) for one, other in zip(loaded, expected, strict=True)))
+            same.append(all(torch.equal(tensor, saved) for tensor, saved in zip(loaded, expected, strict=True)))
     return same
 
 

@@ -27,7 +27,7 @@ class OneRank:
     size, rank = staticmethod(lambda: 1), staticmethod(lambda: 0)
 
 
-ONE: Any = OneRank()
+ONE_RANK: Any = OneRank()
 
 
 def gradients(kind: str, hidden: torch.Tensor, weight: Any, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -39,7 +39,7 @@ def gradients(kind: str, hidden: torch.Tensor, weight: Any, ids: torch.Tensor) -
         logits = with_loss_factor(logits, 1.0)
     elif kind == "stored":
         logits = whole_logits(logits)
-    result = ops.token_log_probs(logits, ids, ONE, loss_gradient=torch.ones(ids.shape, device="cuda"))
+    result = ops.token_log_probs(logits, ids, ONE_RANK, loss_gradient=torch.ones(ids.shape, device="cuda"))
     (of_hidden,) = torch.autograd.grad(result.sum(), [hidden])
     return [of_hidden, weight.main_grad, result.detach()]
 

@@ -24,26 +24,26 @@ class OneRank:
         return 0
 
 
-ONE = OneRank()
+ONE_RANK = OneRank()
 
 
 def operations(ids, known):
     """name -> (function, number of its logits)"""
     table = {
-        "token_log_probs": (lambda x: ops.token_log_probs(x, ids[..., 0], ONE), 1),
-        "log_probs_and_entropy": (lambda x: ops.log_probs_and_entropy(x, ids[..., 0], ONE)[0], 1),
-        "gather_log_probs": (lambda x: ops.gather_log_probs(x, ids, ONE), 1),
-        "gather_logits": (lambda x: ops.gather_logits(x, ids, ONE), 1),
-        "logsumexp": (lambda x: ops.logsumexp(x, ONE), 1),
-        "mean_log_probs": (lambda x: ops.mean_log_probs(x, ONE), 1),
-        "token_terms": (lambda x: torch.stack(ops.token_terms(x, ids[..., 0], ONE)), 1),
-        "entropy": (lambda x: ops.entropy(x, ONE), 1),
-        "vocabulary_max": (lambda x: ops.vocabulary_max(x, ONE), 1),
-        "top_k": (lambda x: ops.top_k(x, ids.shape[-1], ONE).values, 1),
+        "token_log_probs": (lambda x: ops.token_log_probs(x, ids[..., 0], ONE_RANK), 1),
+        "log_probs_and_entropy": (lambda x: ops.log_probs_and_entropy(x, ids[..., 0], ONE_RANK)[0], 1),
+        "gather_log_probs": (lambda x: ops.gather_log_probs(x, ids, ONE_RANK), 1),
+        "gather_logits": (lambda x: ops.gather_logits(x, ids, ONE_RANK), 1),
+        "logsumexp": (lambda x: ops.logsumexp(x, ONE_RANK), 1),
+        "mean_log_probs": (lambda x: ops.mean_log_probs(x, ONE_RANK), 1),
+        "token_terms": (lambda x: torch.stack(ops.token_terms(x, ids[..., 0], ONE_RANK)), 1),
+        "entropy": (lambda x: ops.entropy(x, ONE_RANK), 1),
+        "vocabulary_max": (lambda x: ops.vocabulary_max(x, ONE_RANK), 1),
+        "top_k": (lambda x: ops.top_k(x, ids.shape[-1], ONE_RANK).values, 1),
     }
     for kind in KINDS:
-        table[kind] = (lambda x, y, kind=kind: ops.kl_divergence(x, y, kind, 2.0, ONE), 2)
-        table[f"{kind} of top-k"] = (lambda x, kind=kind: ops.kl_divergence(x, known, kind, 2.0, ONE), 1)
+        table[kind] = (lambda x, y, kind=kind: ops.kl_divergence(x, y, kind, 2.0, ONE_RANK), 2)
+        table[f"{kind} of top-k"] = (lambda x, kind=kind: ops.kl_divergence(x, known, kind, 2.0, ONE_RANK), 1)
     return table
 
 
@@ -73,13 +73,13 @@ def test_gpu_agrees_with_float64(name, columns, dtype, tolerance):
     (actual * weights.cuda()).sum().backward()
     (expected * weights).sum().backward()
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=tolerance, atol=tolerance)
-    for one, other in zip(on_gpu, wide, strict=True):
+    for ours, theirs in zip(on_gpu, wide, strict=True):
         if name in ("top_k", "vocabulary_max"):
             # which of equal bf16 logits gets the gradient is not defined; the sum over them is
-            one, other = (x.grad.double().cpu().sum(-1) for x in (one, other))
+            ours, theirs = (x.grad.double().cpu().sum(-1) for x in (ours, theirs))
         else:
-            one, other = one.grad.double().cpu(), other.grad
-        assert (one - other).norm() <= tolerance * other.norm()
+            ours, theirs = ours.grad.double().cpu(), theirs.grad
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
 @pytest.mark.parametrize("columns", [1000, 128256])
@@ -87,7 +87,7 @@ def test_the_entropy_beside_the_log_probs(columns):
     torch.manual_seed(columns)
     logits, ids = torch.randn(1, 17, columns) * 3, torch.randint(columns, (1, 17))
     logits[..., -5:], logits[:, 3, :900] = torch.finfo(torch.float32).min / 2, -torch.inf
-    actual = ops.log_probs_and_entropy(logits.cuda(), ids.cuda(), ONE)[1]
+    actual = ops.log_probs_and_entropy(logits.cuda(), ids.cuda(), ONE_RANK)[1]
     expected = torch.distributions.Categorical(logits=logits.double().clamp(min=-1e30)).entropy()
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 

@@ -18,7 +18,10 @@ from _implementations import IMPLEMENTATIONS
 from megatron_wrap.testing import check_parity
 
 CONFIG = Path(__file__).parents[1] / "distributed/layouts.yaml"
-ONE, TWO = ("packed", "token-budget"), ("packed-tp2-sp", "packed-cp2", "packed-pp2", "packed-pp2-vpp2", "packed-dp2")
+ONE_GPU, TWO_GPUS = (
+    ("packed", "token-budget"),
+    ("packed-tp2-sp", "packed-cp2", "packed-pp2", "packed-pp2-vpp2", "packed-dp2"),
+)
 PARALLEL = "megatron_lm.model.parallel"
 
 
@@ -54,7 +57,7 @@ def test_packed_equals_unpacked_in_fp32(flow, implementation, ranks):
             *([] if flow == "gpt_sft" else ["megatron_wrap.models.reference=copy"]),
         ],
         samples=sft_samples(48) if flow == "gpt_sft" else pairs(),
-        layouts=[*ONE, *(TWO if torch.cuda.device_count() > 1 else ())],
+        layouts=[*ONE_GPU, *(TWO_GPUS if torch.cuda.device_count() > 1 else ())],
         steps=1,
         platform="cuda",
         ranks=ranks,

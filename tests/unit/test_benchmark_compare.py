@@ -297,11 +297,23 @@ def test_lines_of_a_file_are_tasks_with_the_defaults_of_the_command_line(
     command = ["compare.py", "--tasks", str(tmp_path / "tasks"), "a.b=1", "--devices", "2", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", command)
     _, tasks = parse("")
-    one, both = tasks["one"], tasks["both"]
-    assert (one.preset, one.devices, one.rounds, one.overrides) == ("tiny", 1, 1, ["a.b=1", "a.b=2"])
-    assert (both.preset, both.devices, both.rounds, both.overrides) == ("1.5b-4096", 2, 2, ["a.b=1"])
-    assert {name: overrides for name, (_, _, overrides) in runs_of(one).items()} == {"ours-x": ["a.c=1", "a.d=2"]}
-    assert list(runs_of(both)) == ["ours"]
+    one_device, two_devices = tasks["one"], tasks["both"]
+    assert (one_device.preset, one_device.devices, one_device.rounds, one_device.overrides) == (
+        "tiny",
+        1,
+        1,
+        ["a.b=1", "a.b=2"],
+    )
+    assert (two_devices.preset, two_devices.devices, two_devices.rounds, two_devices.overrides) == (
+        "1.5b-4096",
+        2,
+        2,
+        ["a.b=1"],
+    )
+    assert {name: overrides for name, (_, _, overrides) in runs_of(one_device).items()} == {
+        "ours-x": ["a.c=1", "a.d=2"]
+    }
+    assert list(runs_of(two_devices)) == ["ours"]
     (tmp_path / "tasks").write_text("one: a.b=2\n")
     with pytest.raises(SystemExit):
         parse("")

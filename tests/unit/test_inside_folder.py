@@ -46,7 +46,7 @@ def test_a_snapshot_of_the_hub_has_links_to_its_blobs(tmp_path: Path):
         assert stored_tensors(folder / "model.safetensors")["x"].shape == (2,)
 
 
-def test_weights_behind_a_link_out_of_their_folder_are_refused(tmp_path: Path):
+def test_weights_whose_link_leads_out_of_their_folder_are_refused(tmp_path: Path):
     (tmp_path / "model").mkdir()
     save_file({"x": numpy.zeros(2)}, tmp_path / "other")
     (tmp_path / "model/model.safetensors").symlink_to(tmp_path / "other")
@@ -64,13 +64,13 @@ def checkpoint(folder: Path) -> Path:
 @pytest.mark.parametrize("tracked", ["../other", "/other", "iter_0000009", "-1"])
 def test_a_tracker_leads_to_no_other_folder(tmp_path: Path, tracked: str):
     checkpoint(tmp_path / "other")
-    own = checkpoint(tmp_path / "run/iter_0000002")
+    own_path = checkpoint(tmp_path / "run/iter_0000002")
     (tmp_path / "run" / TRACKER).write_text(tracked)
-    assert find_checkpoint(tmp_path / "run") == own
+    assert find_checkpoint(tmp_path / "run") == own_path
     assert CheckpointStore(tmp_path / "run").latest() == 2
 
 
-def test_a_checkpoint_behind_a_link_is_loaded_by_its_own_path(tmp_path: Path):
+def test_a_checkpoint_that_is_a_link_is_loaded_by_its_own_path(tmp_path: Path):
     other = checkpoint(tmp_path / "other/iter_0000002")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/iter_0000002").symlink_to(other)

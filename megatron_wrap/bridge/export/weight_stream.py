@@ -99,7 +99,7 @@ class WeightStream:
         self._parameters: dict[str, Tensor] = {}
         self._folded: dict[str, Callable[[Tensor], Tensor]] = {}
         self._merged: tuple[str, Tensor] | None = None
-        mine: list[OwnedPiece] = []
+        of_this_rank: list[OwnedPiece] = []
         kinds: set[torch.dtype] = set()
         for number, model in enumerate(map(bare_model, chunks)):
             kinds |= {parameter.dtype for parameter in model.parameters()}
@@ -116,10 +116,10 @@ class WeightStream:
                 if fold is not None:
                     self._folded[key] = fold
                 pieces = local_pieces(name, parameter, mapping, parallel)
-                mine += [OwnedPiece(self._rank, key, piece) for piece in pieces]
+                of_this_rank += [OwnedPiece(self._rank, key, piece) for piece in pieces]
             if folded:
                 raise CheckpointError(f"the adapter of {min(folded)} cannot be merged: the family has no such weight")
-        everywhere = gather_objects((mine, kinds))
+        everywhere = gather_objects((of_this_rank, kinds))
         self.dtype = _torch_dtype(dtype) or _model_dtype({kind for _, rank_kinds in everywhere for kind in rank_kinds})
         owned = [piece for rank_pieces, _ in everywhere for piece in rank_pieces]
         self.tensors = _whole_tensors(owned, family, arch, self.dtype)

@@ -76,11 +76,11 @@ def stored_slices(
         experts, rows, columns = region
         index = _index((experts, columns, _covering(rows, _VALUES)))
         return (tensor.values, (*index, slice(0, _BYTES))), (tensor.scales, index)
-    one, dimensions = slice(0, 1), len(tensor.scales.shape)
+    single, dimensions = slice(0, 1), len(tensor.scales.shape)
     if quantization.scaling == "tensor":
-        index = (one,) * dimensions
+        index = (single,) * dimensions
     elif quantization.scaling == "channel":
-        index = (*_index(region[:-1]), *(one,) * (dimensions + 1 - len(region)))
+        index = (*_index(region[:-1]), *(single,) * (dimensions + 1 - len(region)))
     else:
         assert quantization.block is not None
         blocks = [_covering(part, width) for part, width in zip(region[-2:], quantization.block, strict=False)]

@@ -61,8 +61,8 @@ class HostCopy:
         """Address of the page-locked memory; 0: none."""
 
     def take(self, tensors: Sequence[Tensor]) -> list[CopiedTensor]:
-        """Copy tensors into the buffer, which grows as needed, in place of those before. Returns when the copy is
-        complete: the tensors may change then.
+        """Overwrite the buffer, which grows as needed, with copies of the tensors. When this returns, the copy is
+        complete and the tensors may change.
 
         Raises:
             CheckpointError: the host has too little free memory.

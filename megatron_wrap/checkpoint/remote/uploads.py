@@ -97,11 +97,11 @@ class Uploads:
 
     def finish(self, minutes: float) -> None:
         """Wait until all is sent, at most `minutes`; what is not is logged, and sent by the next start of the run."""
-        end, said = time.monotonic() + 60 * minutes, False
+        end, is_announced = time.monotonic() + 60 * minutes, False
         while self.waiting() or self._current is not None:
-            if not said and self.waiting():
+            if not is_announced and self.waiting():
                 logger.info_rank_0(f"waiting for the upload to {self._url}, at most {minutes:g} minutes")
-                said = True
+                is_announced = True
             if time.monotonic() > end:
                 break
             time.sleep(_POLL_SECONDS)

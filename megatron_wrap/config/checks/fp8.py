@@ -15,7 +15,7 @@ def check_fp8(config: RunConfig) -> None:
     Raises:
         ConfigError: a setting has no effect, or a combination that Megatron-Core or Transformer Engine cannot run.
     """
-    _check_given_once(config)
+    _check_set_once(config)
     fp8 = fp8_settings(config)
     if fp8 is None:
         for name in ("fp8_param_gather", "first_last_layers_bf16"):
@@ -42,7 +42,7 @@ def check_fp8(config: RunConfig) -> None:
     _check_sizes(config, BLOCK if fp8.param_gather and fp8.recipe == "blockwise" else MULTIPLE)
 
 
-def _check_given_once(config: RunConfig) -> None:
+def _check_set_once(config: RunConfig) -> None:
     arch, dtype = SECTION_PATHS["arch"], config.dtype
     for name in FP8_KEYS:
         if name in config.arch.upstream and getattr(dtype, name) != getattr(PrecisionConfig, name):

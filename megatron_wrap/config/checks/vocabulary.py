@@ -45,7 +45,7 @@ def grown_vocabulary(config: RunConfig, vocab_size: int) -> str | None:
 
 
 def model_vocab_size(arch: ArchConfig, tokenizer: Sized | None, hf_path: str | None = None) -> int:
-    """Entries of the vocabulary without padding: as given, else of the run's Hugging Face tokenizer, else of mock data.
+    """Entries of the vocabulary without padding: as configured, else of the Hugging Face tokenizer, else of mock data.
 
     Args:
         hf_path: the folder that the weights are from; the vocabulary of its model grows to the tokenizer's.

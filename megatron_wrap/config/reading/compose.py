@@ -52,7 +52,7 @@ def compose(root: Folder, files: Mapping[str, Mapping[str, Any]], view: Mapping[
     folders = {on_disk(folder): folder for folder in _folders(root)}
 
     class TreeNest(ConfigNest):
-        """confignest with copies in the place of what it reads; a file that the run does not use is empty."""
+        """confignest that reads normalized copies instead of the files; a file that the run does not use is empty."""
 
         @classmethod
         def load_manifest_from_file(cls, path: str) -> ConfigNestManifest:

@@ -38,7 +38,7 @@ def encode(sample: Any) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """The sample that `encode` was given.
+    """The sample that was passed to `encode`.
 
     Raises:
         ValueError: the bytes are damaged.

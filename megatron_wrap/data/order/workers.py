@@ -132,12 +132,12 @@ class Workers:
 
 
 def _fork(items: Callable[[int, int], Iterator[Any]], number: int, count: int) -> _Worker:
-    mine, theirs = socket.socketpair()
-    process = ForkProcess(target=_work, args=(items, number, count, mine, theirs), daemon=True)
+    parent, child = socket.socketpair()
+    process = ForkProcess(target=_work, args=(items, number, count, parent, child), daemon=True)
     with forking():
         process.start()
-    theirs.close()
-    return _Worker(process, mine)
+    child.close()
+    return _Worker(process, parent)
 
 
 def _work(

@@ -24,7 +24,7 @@ class JsonLines(Sequence[dict[str, Any]]):
     and forked workers can share an object; a pickled copy reopens the file. The file must not change while in use.
 
     Args:
-        path: the file; error messages contain the path as given.
+        path: the file; error messages contain the path as it was passed.
         shown: path for error messages, if the file is a decompressed copy.
 
     Raises:

@@ -150,9 +150,9 @@ def _completions(rows: list[_Row], ends: StopRule, log_probs: bool, dp_group: Pr
     Args:
         rows: this replica's, finished.
     """
-    mine = [(row.index, row.new_ids, str(row.finish_reason), row.log_probs) for row in rows]
+    of_this_replica = [(row.index, row.new_ids, str(row.finish_reason), row.log_probs) for row in rows]
     completions = []
-    ordered = sorted(of_row for of_replica in gather_objects(mine, dp_group) for of_row in of_replica)
+    ordered = sorted(of_row for of_replica in gather_objects(of_this_replica, dp_group) for of_row in of_replica)
     for _, new_ids, reason, of_tokens in ordered:
         completions.append(Completion(text=ends.text(new_ids), token_ids=new_ids, finish_reason=reason))
         if log_probs:
@@ -201,8 +201,8 @@ def _complete(
     dp = state.parallel.dp
     size = -(-len(batch) // dp.size)
     shares = [batch[rank * size : (rank + 1) * size] for rank in range(dp.size)]
-    mine = shares[dp.rank]
-    rows = [*mine, *[_Row(0, batch[0].prompt, UniformNumbers(0, 0), finish_reason="stop")] * (size - len(mine))]
+    local = shares[dp.rank]
+    rows = [*local, *[_Row(0, batch[0].prompt, UniformNumbers(0, 0), finish_reason="stop")] * (size - len(local))]
     prompts, sources = _distinct([row.prompt for row in rows])
     most = max(len(_distinct([row.prompt for row in [*share, *batch[: len(share) < size]]])[0]) for share in shares)
     prompts += [prompts[0]] * (most - len(prompts))
@@ -231,9 +231,9 @@ def _complete(
             fed = chosen[:, None]
         if log_probs:
             shared = model.broadcast_log_probs(of_chosen, ends.max_new_tokens)
-            for row, values in zip(mine, shared.tolist(), strict=False):
+            for row, values in zip(local, shared.tolist(), strict=False):
                 row.log_probs = values[: len(row.new_ids)]
-    return mine
+    return local
 
 
 def _distinct(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:

@@ -66,8 +66,8 @@ class MetricReduction:
             FlowError: a rank reports a metric that it did not report in its first step of this kind.
         """
         known = self._metric_kinds(sums, kind)
-        mine = sums if self._parallel.counts_once else MetricSums(self._device)
-        numbers, extremes = mine.summands(known), mine.extremes(known)
+        local = sums if self._parallel.counts_once else MetricSums(self._device)
+        numbers, extremes = local.summands(known), local.extremes(known)
         first = len(numbers)
         numbers += local_values.values()
         read = self._read(numbers, extremes, copied)

@@ -160,7 +160,7 @@ class ReferenceModel:
 
 @dataclass
 class BaseOfPolicy(ReferenceModel):
-    """The policy without its adapter, or with a frozen one in its place: its own chunks, in evaluation mode."""
+    """The policy without its adapter, or with a frozen one instead: the policy's chunks in evaluation mode."""
 
     policy: Sequence[Any] = ()
     """The policy's chunks with their wrappers."""

@@ -48,15 +48,15 @@ def freeze_parameters(
     patterns = config.train.freeze
     if not patterns:
         return
-    mine = list(_named_parameters(config, chunks, parallel, vocab_size))
+    of_this_rank = list(_named_parameters(config, chunks, parallel, vocab_size))
     named: dict[str, _Named] = {}
-    for of_rank in gather_objects({name: about for name, about, _ in mine}):
+    for of_rank in gather_objects({name: about for name, about, _ in of_this_rank}):
         named |= of_rank
     frozen = frozen_names(config, {name: about.theirs for name, about in named.items()})
-    for name, _, parameter in mine:
+    for name, _, parameter in of_this_rank:
         if name in frozen:
             parameter.tensor.requires_grad_(False)
-    _refuse_parts_of_stacks(config, [(parameter, name in frozen) for name, _, parameter in mine])
+    _refuse_parts_of_stacks(config, [(parameter, name in frozen) for name, _, parameter in of_this_rank])
     if config.recompute.recompute_granularity is not None:
         for chunk in chunks:
             keep_graph(bare_model(chunk))

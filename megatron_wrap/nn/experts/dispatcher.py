@@ -1,6 +1,6 @@
 """Brings tokens to the processes of their experts and back, with rows that are sorted on the device.
 
-In place of Megatron-Core's all-to-all dispatcher, which waits for the GPU in each layer even if all experts are on one
+Replaces Megatron-Core's all-to-all dispatcher, which waits for the GPU in each layer even if all experts are on one
 process, sends a row for each expert of a token, and splits and joins one chunk of rows for each expert and sender. Here
 a process is sent each token once, whatever the number of its experts that process the token; nothing waits if neither
 experts nor tokens are distributed, else one wait for the sizes of the exchange is left.
@@ -131,13 +131,13 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         Args:
             by_process: bool [T, expert-parallel processes]: whether a token is sent to a process.
         """
-        mine = torch.cat([by_process.sum(dim=0), routing_map.sum(dim=0)])
-        everywhere = gather_from_sequence_parallel_region(mine, group=self.tp_ep_group)
+        local = torch.cat([by_process.sum(dim=0), routing_map.sum(dim=0)])
+        everywhere = gather_from_sequence_parallel_region(local, group=self.tp_ep_group)
         everywhere = everywhere.view(self.ep_size, self.tp_size, -1)  # [expert-parallel rank, tensor-parallel rank, :]
         first = self.ep_size + self.local_expert_indices[0]
         of_local_experts = everywhere[:, :, first : first + self.num_local_experts].sum()
         received = everywhere[:, :, self.ep_group.rank()]
-        numbers = [mine[: self.ep_size], received[:, self.tp_rank], received.sum(dim=0), of_local_experts[None]]
+        numbers = [local[: self.ep_size], received[:, self.tp_rank], received.sum(dim=0), of_local_experts[None]]
         self.sizes = _ExchangeSizes(torch.cat(numbers), self.ep_size)
 
 

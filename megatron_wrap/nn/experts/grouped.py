@@ -22,7 +22,7 @@ _GATE_GAINS: dict[Any, float] = {functional.silu: 1.0, quick_gelu: 1.702}
 
 
 class GroupedExperts(MegatronModule):
-    """The experts of an expert-parallel process, in place of Megatron-Core's `SequentialMLP` and `TEGroupedMLP`.
+    """The experts of an expert-parallel process, instead of Megatron-Core's `SequentialMLP` and `TEGroupedMLP`.
 
     Args:
         num_local_experts: experts of this process (E).
@@ -126,8 +126,8 @@ class GroupedLinear(torch.nn.Module):
             set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=1, stride=1)
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
-        """[R, in] to [R, out]; `ends` as in `grouped_linear`; the bias is multiplied by the weights [R] of the rows, if
-        they are given."""
+        """[R, in] to [R, out]; `ends` as in `grouped_linear`; the bias is multiplied by `weights` [R], one for each
+        row, unless they are None."""
         deferred, self._deferred = self._deferred, None
         outputs = grouped_linear(rows, self.weight, ends, self.accumulate, deferred)
         if self.bias is None:

@@ -1,4 +1,4 @@
-"""Gated delta networks (arXiv:2412.06464) in place of attention, as in Qwen3-Next and Qwen3.5. Import this module only
+"""Gated delta networks (arXiv:2412.06464) instead of attention, as in Qwen3-Next and Qwen3.5. Import this module only
 after the platform is installed."""
 
 from __future__ import annotations
@@ -221,11 +221,13 @@ class GatedDeltaNet(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Its parameters for a checkpoint, split by heads over tensor-parallel ranks."""
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
+        parameters: dict[str, Any] = {}
+        self._save_to_state_dict(parameters, "", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
         axes = dict.fromkeys(("conv_weight", "A_log", "dt_bias"), 0)
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            parameters, prefix, axes, sharded_offsets, **groups
+        )
         for name, module in self.named_children():
             sharded |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
         return sharded

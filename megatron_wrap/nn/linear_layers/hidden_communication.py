@@ -119,10 +119,10 @@ def gather_product(
     """
     wait = gathering(share, group, includes_self=includes_self)
     products = share.new_empty((group.size() * share.shape[0], *share.shape[1:-1], matrix.shape[1]))
-    mine, *others = rows_of_shares(share.shape[0], group)
-    torch.mm(share.flatten(0, -2), matrix, out=products[mine].flatten(0, -2))
+    local, *others = rows_of_shares(share.shape[0], group)
+    torch.mm(share.flatten(0, -2), matrix, out=products[local].flatten(0, -2))
     if meanwhile is not None:
-        meanwhile(mine)
+        meanwhile(local)
     gathered = wait()
     for rows in others:
         torch.mm(gathered[rows].flatten(0, -2), matrix, out=products[rows].flatten(0, -2))

@@ -208,7 +208,7 @@ class _RecordedCopies(TorchDispatchMode):
 
 def model_copies(part: Any) -> dict[Tensor, Tensor] | None:
     """The memory to which one of Megatron-Core's optimizers copies its parameters after a step: those of the model in
-    half precision, or this process's shards of them. Found by a copy, so call it between steps.
+    half precision, or this process's shards of them. It copies once to find them, so call it between steps.
 
     Returns:
         Parameter of `part.optimizer` -> contiguous memory of the same number of elements; without parameters that are

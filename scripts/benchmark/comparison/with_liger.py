@@ -1,4 +1,4 @@
-"""megatron-wrap with Liger-Kernel's RMSNorm in place of its own; for measuring alone."""
+"""megatron-wrap with Liger-Kernel's RMSNorm instead of its own, only for measurements."""
 
 from __future__ import annotations
 

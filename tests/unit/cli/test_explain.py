@@ -78,7 +78,7 @@ def test_a_comment_above_a_key_counts_too(write_overlay: Callable[[str], str]) -
 
 @pytest.fixture
 def write_overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """A run whose flow is a file of its own overlay, with the given text."""
+    """A run whose flow is a file of its own overlay, with the text passed."""
     monkeypatch.chdir(tmp_path)
 
     def write(flow: str) -> str:

@@ -163,12 +163,12 @@ def explicit_run(name: str) -> dict[str, Any]:
     return view
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def key_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every key of every mapping, but for names that are free: those of sets and columns."""
     for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         if not (path and path[-1] in ("validation", "columns")) and isinstance(key, str):
             yield (*path, key)
-        yield from places(below, (*path, key))
+        yield from key_paths(below, (*path, key))
 
 
 def typo(key: str, generator: random.Random) -> str:
@@ -192,7 +192,7 @@ WRONG = ("four", "1", "true", "", 4.5, -3, 10**6, True, [], ["a"], [1, 2, 3], {"
 def mutant(view: dict[str, Any], generator: random.Random) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """The run with one mistyped key or one other value, and the path of it."""
     changed = copy.deepcopy(view)
-    path = generator.choice(list(places(changed)))
+    path = generator.choice(list(key_paths(changed)))
     mapping = changed
     for part in path[:-1]:
         mapping = mapping[part]

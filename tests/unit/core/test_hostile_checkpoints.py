@@ -49,7 +49,7 @@ def in_common(checkpoint: Path) -> str:
 
 
 def in_data(checkpoint: Path) -> str:
-    """In place of the random generators, an object of a `.distcp` file."""
+    """An object of a `.distcp` file instead of the random generators."""
     return in_object(checkpoint, "rng_state")
 
 

@@ -245,7 +245,7 @@ def test_the_losses_that_spikes_are_compared_with_are_resumed():
         assert wrap.state.progress.recent_losses == taken[4:]
 
 
-def test_batches_go_on_behind_steps_on_samples_of_the_caller():
+def test_batches_continue_after_steps_on_samples_of_the_caller():
     """As before workers: the order of samples is a function of the number of samples consumed."""
     write(22)
     with started(f"{TRAIN}.train_iters=6", f"{DATA}.num_workers=1") as wrap:
@@ -305,7 +305,7 @@ def test_a_flow_s_own_error_keeps_its_type():
         [wrap.train(batch) for batch in wrap.batches()]
 
 
-def test_a_checkpoint_without_a_place_in_the_data_goes_on_behind_its_samples():
+def test_a_checkpoint_without_a_position_in_the_data_continues_after_its_samples():
     counters = {"iteration": 3, "consumed_samples": 12, "consumed_tokens": 99, "skipped_iterations": 0}
     progress = saved_progress({"progress": counters})
     assert (progress.consumed_samples, progress.data, progress.skipped_samples) == (12, {}, 0)

@@ -28,10 +28,10 @@ def test_a_loss_is_compared_with_the_median_and_its_absolute_deviation():
     middle = numpy.median(last)
     spread = numpy.median(numpy.abs(last - middle)) / 0.6744897501960817  # the normal distribution's third quartile
     assert spike(state(), middle + 5.9 * spread) is None
-    found = spike(state(), middle + 6.1 * spread)
-    assert found is not None
-    assert found.median == pytest.approx(middle)
-    assert found.deviations == pytest.approx(6.1, rel=1e-4)
+    refused = spike(state(), middle + 6.1 * spread)
+    assert refused is not None
+    assert refused.median == pytest.approx(middle)
+    assert refused.deviations == pytest.approx(6.1, rel=1e-4)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.0, -1e9])

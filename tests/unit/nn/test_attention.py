@@ -113,8 +113,8 @@ def test_explicit_mask_with_causality_and_window(causal, window):
     inputs = tensors()
     padding = torch.zeros(2, 1, 1, 24, dtype=torch.bool)
     padding[0, ..., 20:] = padding[1, ..., 15:] = True
-    own = outside(24, 24, window and window[0], 0 if causal or window else 99)
-    masked = padding | own
+    causal_mask = outside(24, 24, window and window[0], 0 if causal or window else 99)
+    masked = padding | causal_mask
     fully_masked = masked.all(-1, keepdim=True)  # such a query has a finite but meaningless result
     ours = attend(*inputs, causal=causal, scale=0.4, window=window, mask=padding)
     assert ours.isfinite().all()
@@ -312,20 +312,20 @@ def test_the_halves_of_a_packed_row_are_its_queries_and_the_keys_before_them(cp_
     lengths, starts = (12, 6, 24), (0, 12, 18)
     packed = PackedSequences.of(lengths, 3, cp_rank)
     rows = [packed_positions(lengths, 3, rank) for rank in range(3)]
-    own, everywhere = rows[cp_rank], torch.cat(rows)
+    local, of_all_ranks = rows[cp_rank], torch.cat(rows)
     queries = []
     for half, number in zip(packed.halves, (cp_rank, 5 - cp_rank), strict=True):
         chunks = [length // 6 for length in lengths]
         ends = [start + (number + 1) * chunk for start, chunk in zip(starts, chunks, strict=True)]
         expected = [range(end - chunk, end) for end, chunk in zip(ends, chunks, strict=True)]
         before = [range(start, end) for start, end in zip(starts, ends, strict=True)]
-        assert own[half.queries].tolist() == list(chain(*expected))
-        assert everywhere[half.keys].tolist() == list(chain(*before))
+        assert local[half.queries].tolist() == list(chain(*expected))
+        assert of_all_ranks[half.keys].tolist() == list(chain(*before))
         assert half.cu_seqlens_q.diff().tolist() == chunks
         assert half.cu_seqlens_k.diff().tolist() == [(number + 1) * chunk for chunk in chunks]
         assert (half.longest_q, half.longest_k) == (4, (number + 1) * 4)
-        queries.append(own[half.queries])
-    assert torch.equal(torch.cat(queries)[packed.order], own)
+        queries.append(local[half.queries])
+    assert torch.equal(torch.cat(queries)[packed.order], local)
 
 
 def test_dropout_is_applied_in_training_only():

@@ -41,7 +41,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "kl_divergence": lambda logits: ops.kl_divergence(logits, TEACHER, "reverse", 2.0, GROUP),
     "kl_divergence of top k": lambda logits: ops.kl_divergence(logits, TOP, "forward", 1.0, GROUP),
 }
-OWN_CODE: dict[str, Callable[[Tensor], Any]] = {
+USER_CODE: dict[str, Callable[[Tensor], Any]] = {
     "log_softmax": lambda logits: torch.log_softmax(logits[:, :-1, :UNPADDED] / 2, dim=-1),
     "method": lambda logits: logits.float().div(3)[0],
     "in place": lambda logits: ops.token_log_probs(logits.div_(2.0), IDS, GROUP),
@@ -121,13 +121,13 @@ def test_an_operation_equals_that_on_stored_logits(name: str, softcap: float | N
     assert warnings == []
 
 
-@pytest.mark.parametrize("name", OWN_CODE)
+@pytest.mark.parametrize("name", USER_CODE)
 def test_use_as_a_tensor_warns_once_with_the_line(name: str, warnings: list[str]) -> None:
-    model, own = Model(), OWN_CODE[name]
-    returned, again = own(model.deferred()), own(model.deferred())
+    model, user_code = Model(), USER_CODE[name]
+    returned, again = user_code(model.deferred()), user_code(model.deferred())
     assert len(warnings) == 1
     assert f"{__file__}:" in warnings[0]
-    expected = model.results(own(model.stored()))
+    expected = model.results(user_code(model.stored()))
     for result in (returned, again):
         for actual, wanted in zip(model.results(result), expected, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=2e-6, atol=2e-6)

@@ -31,7 +31,7 @@ class OneRank:
         return 0
 
 
-ONE = OneRank()
+ONE_RANK = OneRank()
 
 
 def known(tokens: tuple[int, ...], columns: int, k: int, dtype: torch.dtype = torch.float64) -> ops.TopK:
@@ -45,23 +45,23 @@ def operations(tokens, columns, dtype, k=3):
     ids = torch.randint(0, columns, (*tokens, k))
     teacher = known(tokens, columns, k + 1, dtype)
     table = {
-        "token_log_probs": (lambda x: ops.token_log_probs(x, ids[..., 0], ONE), 1),
-        "log_probs_and_entropy": (lambda x: ops.log_probs_and_entropy(x, ids[..., 0], ONE)[0], 1),
-        "gather_log_probs": (lambda x: ops.gather_log_probs(x, ids, ONE), 1),
-        "entropy": (lambda x: ops.entropy(x, ONE), 1),
-        "vocabulary_max": (lambda x: ops.vocabulary_max(x, ONE), 1),
-        "logsumexp": (lambda x: ops.logsumexp(x, ONE), 1),
-        "mean_log_probs": (lambda x: ops.mean_log_probs(x, ONE), 1),
-        "token_terms": (lambda x: torch.stack(ops.token_terms(x, ids[..., 0], ONE)), 1),
-        "log_probs_and_logsumexp": (lambda x: torch.stack(ops.log_probs_and_logsumexp(x, ids[..., 0], ONE)), 1),
-        "gather_logits": (lambda x: ops.gather_logits(x, ids, ONE), 1),
-        "top_k_log_probs": (lambda x: ops.top_k_log_probs(x, k, ONE).values, 1),
-        "top_k": (lambda x: ops.top_k(x, k, ONE).values, 1),
+        "token_log_probs": (lambda x: ops.token_log_probs(x, ids[..., 0], ONE_RANK), 1),
+        "log_probs_and_entropy": (lambda x: ops.log_probs_and_entropy(x, ids[..., 0], ONE_RANK)[0], 1),
+        "gather_log_probs": (lambda x: ops.gather_log_probs(x, ids, ONE_RANK), 1),
+        "entropy": (lambda x: ops.entropy(x, ONE_RANK), 1),
+        "vocabulary_max": (lambda x: ops.vocabulary_max(x, ONE_RANK), 1),
+        "logsumexp": (lambda x: ops.logsumexp(x, ONE_RANK), 1),
+        "mean_log_probs": (lambda x: ops.mean_log_probs(x, ONE_RANK), 1),
+        "token_terms": (lambda x: torch.stack(ops.token_terms(x, ids[..., 0], ONE_RANK)), 1),
+        "log_probs_and_logsumexp": (lambda x: torch.stack(ops.log_probs_and_logsumexp(x, ids[..., 0], ONE_RANK)), 1),
+        "gather_logits": (lambda x: ops.gather_logits(x, ids, ONE_RANK), 1),
+        "top_k_log_probs": (lambda x: ops.top_k_log_probs(x, k, ONE_RANK).values, 1),
+        "top_k": (lambda x: ops.top_k(x, k, ONE_RANK).values, 1),
     }
     for kind in KINDS:
-        table[kind] = (lambda x, y, kind=kind: ops.kl_divergence(x, y, kind, 1.5, ONE), 2)
-        table[f"{kind} of top-k"] = (lambda x, kind=kind: ops.kl_divergence(x, teacher, kind, 1.5, ONE), 1)
-    skewed = partial(ops.kl_divergence, kind="jensen_shannon", temperature=1.5, group=ONE, mixture=0.2)
+        table[kind] = (lambda x, y, kind=kind: ops.kl_divergence(x, y, kind, 1.5, ONE_RANK), 2)
+        table[f"{kind} of top-k"] = (lambda x, kind=kind: ops.kl_divergence(x, teacher, kind, 1.5, ONE_RANK), 1)
+    skewed = partial(ops.kl_divergence, kind="jensen_shannon", temperature=1.5, group=ONE_RANK, mixture=0.2)
     table["jensen_shannon of 0.2"] = (skewed, 2)
     table["jensen_shannon of 0.2 of top-k"] = (lambda x: skewed(x, teacher), 1)
     return table
@@ -118,7 +118,7 @@ def test_masked_columns_contribute_nothing(name, mask):
 def test_the_entropy_beside_the_log_probs_has_no_gradient_and_no_masked_columns(monkeypatch, mask, chunk_bytes):
     monkeypatch.setattr(log_probs, "CHUNK_BYTES", chunk_bytes)
     logits = (torch.randn(2, 3, 9) * 5).requires_grad_()
-    _, entropies = ops.log_probs_and_entropy(F.pad(logits, (0, 4), value=mask), torch.ones(2, 3), ONE)
+    _, entropies = ops.log_probs_and_entropy(F.pad(logits, (0, 4), value=mask), torch.ones(2, 3), ONE_RANK)
     expected = torch.distributions.Categorical(logits=logits.detach().double()).entropy()
     torch.testing.assert_close(entropies.double(), expected, rtol=1e-5, atol=1e-6)
     assert not entropies.requires_grad
@@ -130,9 +130,9 @@ def test_top_k_teacher_with_all_ids_equals_the_whole_teacher(kind, mixture, temp
     torch.manual_seed(3)
     student, teacher = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
     a, b = student.clone().requires_grad_(), student.clone().requires_grad_()
-    whole = ops.kl_divergence(a, teacher, kind, temperature, ONE, mixture)
+    whole = ops.kl_divergence(a, teacher, kind, temperature, ONE_RANK, mixture)
     shifted = teacher.log_softmax(-1)  # log-probabilities give the same result as logits
-    of_top_k = ops.kl_divergence(b, ops.top_k(shifted, 8, ONE), kind, temperature, ONE, mixture)
+    of_top_k = ops.kl_divergence(b, ops.top_k(shifted, 8, ONE_RANK), kind, temperature, ONE_RANK, mixture)
     whole.sum().backward()
     of_top_k.sum().backward()
     torch.testing.assert_close(of_top_k, whole, rtol=1e-12, atol=1e-12)
@@ -142,9 +142,9 @@ def test_top_k_teacher_with_all_ids_equals_the_whole_teacher(kind, mixture, temp
 def test_divergence_of_equal_logits_is_zero_and_jensen_shannon_is_bounded():
     logits = torch.randn(2, 3, 50, dtype=torch.float64) * 5
     for kind in KINDS:
-        assert ops.kl_divergence(logits, logits.clone(), kind, group=ONE).abs().max() < 1e-14
+        assert ops.kl_divergence(logits, logits.clone(), kind, group=ONE_RANK).abs().max() < 1e-14
     apart = 1e3 * torch.eye(4, dtype=torch.float64)  # no common id
-    actual = ops.kl_divergence(apart, apart.roll(1, 0), "jensen_shannon", group=ONE)
+    actual = ops.kl_divergence(apart, apart.roll(1, 0), "jensen_shannon", group=ONE_RANK)
     torch.testing.assert_close(actual, torch.full_like(actual, math.log(2)), rtol=1e-14, atol=0)
 
 
@@ -194,26 +194,26 @@ def test_token_blocks_cover_each_token_once_within_the_limit(shape, limit):
 def test_invalid_arguments_are_refused():
     logits = torch.randn(2, 3, 8)
     with pytest.raises(FlowError, match=r"'backward'; choose one of forward, reverse, jensen_shannon"):
-        ops.kl_divergence(logits, logits, "backward", group=ONE)
+        ops.kl_divergence(logits, logits, "backward", group=ONE_RANK)
     for temperature in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(FlowError, match=f"temperature={temperature}"):
-            ops.kl_divergence(logits, logits, temperature=temperature, group=ONE)
+            ops.kl_divergence(logits, logits, temperature=temperature, group=ONE_RANK)
     with pytest.raises(FlowError, match=r"teacher logits \[2, 3, 7\] and student logits \[2, 3, 8\]"):
-        ops.kl_divergence(logits, logits[..., :7], group=ONE)
+        ops.kl_divergence(logits, logits[..., :7], group=ONE_RANK)
     with pytest.raises(FlowError, match=r"the teacher is a tuple; .*TopK"):
-        ops.kl_divergence(logits, (logits, logits.long()), group=ONE)
+        ops.kl_divergence(logits, (logits, logits.long()), group=ONE_RANK)
     with pytest.raises(FlowError, match=r"TopK teacher .*; detach its values"):
-        ops.kl_divergence(logits, ops.top_k(logits.clone().requires_grad_(), 2, ONE), group=ONE)
+        ops.kl_divergence(logits, ops.top_k(logits.clone().requires_grad_(), 2, ONE_RANK), group=ONE_RANK)
     with pytest.raises(FlowError, match=r"k=9 .* 1 <= k <= 8"):
-        ops.top_k(logits, 9, ONE)
+        ops.top_k(logits, 9, ONE_RANK)
     with pytest.raises(FlowError, match=r"id_sets \[2, 3\] .* logits \[2, 3, 8\].*\[2, 3, 'K'\]"):
-        ops.gather_log_probs(logits, torch.zeros(2, 3, dtype=torch.long), ONE)
+        ops.gather_log_probs(logits, torch.zeros(2, 3, dtype=torch.long), ONE_RANK)
     with pytest.raises(FlowError, match=r"torch\.int64 \[2, 3, 8\]"):
-        ops.entropy(logits.long(), ONE)
+        ops.entropy(logits.long(), ONE_RANK)
 
 
 def test_second_derivative_is_refused():
     logits = torch.randn(1, 2, 5, requires_grad=True)
-    (first,) = torch.autograd.grad(ops.entropy(logits, ONE).square().sum(), logits, create_graph=True)
+    (first,) = torch.autograd.grad(ops.entropy(logits, ONE_RANK).square().sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()

@@ -166,11 +166,11 @@ class Rank:
             for part in halves(received[sender]):
                 self.gpus.default.add(lambda part=part, value=value: None if part.eq(value).all() else "wrong value")
 
-    def gather(self, length: int, own: bool = True) -> Callable[[], Callable[[], None]]:
+    def gather(self, length: int, includes_self: bool = True) -> Callable[[], Callable[[], None]]:
         self.exchanges += 1
         number = 100 * self.exchanges
-        wait = collectives.gathering(self.computed(length, number + self.rank), self.group, includes_self=own)
-        values = {sender: number + sender for sender in ([*self.others, self.rank] if own else self.others)}
+        wait = collectives.gathering(self.computed(length, number + self.rank), self.group, includes_self=includes_self)
+        values = {sender: number + sender for sender in ([*self.others, self.rank] if includes_self else self.others)}
 
         def finish() -> Callable[[], None]:
             shares = wait().view(self.gpus.size, length)
@@ -198,7 +198,7 @@ class Rank:
 def layers(rank: Rank) -> None:
     """The order of `nn.linear_layers.hidden_communication`; the second sequences are longer."""
     for gathered, scattered in ((2, 3), (9, 3), (4, 12)):
-        rank.gather(gathered, own=False)()()  # a column-parallel layer
+        rank.gather(gathered, includes_self=False)()()  # a column-parallel layer
         rank.exchange(scattered)()()  # a row-parallel one
         rank.exchange(scattered)()()
         rank.gather(scattered)()()  # its backward pass

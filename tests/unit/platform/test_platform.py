@@ -47,7 +47,7 @@ def test_the_machine_has_what_is_installed(monkeypatch):
     monkeypatch.setattr(CudaPlatform, "has_transformer_engine", False)
     for version, triton in (("2.10.0", None), ("2.11.0", object())):
         monkeypatch.setattr(machine, "_version", {"torch": version}.get)
-        monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name, found=triton: found)
+        monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name, spec=triton: spec)
         here, is_newer = CudaPlatform().machine, triton is not None
         assert (here.platform, here.device, here.transformer_engine) == ("cuda", "NVIDIA H100", None)
         assert (here.triton, here.grouped_products) == (is_newer, is_newer)

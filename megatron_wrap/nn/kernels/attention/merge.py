@@ -39,15 +39,15 @@ def _merge_kernel(
     batch = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     token, head, inside = row // heads, row % heads, row < rows
-    mine = tl.load(total + batch * total_batch + head * total_head + token * total_token, mask=inside, other=0.0)
-    theirs = tl.load(
+    first = tl.load(total + batch * total_batch + head * total_head + token * total_token, mask=inside, other=0.0)
+    second = tl.load(
         other_total + batch * other_total_batch + head * other_total_head + token * other_total_token,
         mask=inside,
         other=0.0,
     )
-    share = tl.sigmoid(theirs - mine)
-    larger = tl.maximum(mine, theirs)
-    merged = larger + tl.log(tl.exp(mine - larger) + tl.exp(theirs - larger))
+    share = tl.sigmoid(second - first)
+    larger = tl.maximum(first, second)
+    merged = larger + tl.log(tl.exp(first - larger) + tl.exp(second - larger))
     tl.store(merged_total + batch * rows + head * (rows // heads) + token, merged, mask=inside)
     column = tl.arange(0, block_width)
     cells = inside[:, None] & (column < width)[None, :]

@@ -246,7 +246,7 @@ def test_a_link_out_of_the_folder_is_no_part_of_a_checkpoint(store: CheckpointSt
     assert f"names {name!r}, which is a link to {tmp_path / 'elsewhere'}" in str(missing_part(checkpoint))
 
 
-def test_a_pipe_in_place_of_the_tracker_is_not_read(store: CheckpointStore) -> None:
+def test_a_pipe_instead_of_the_tracker_is_not_read(store: CheckpointStore) -> None:
     save(store, 1)
     (store.folder / TRACKER).unlink()
     os.mkfifo(store.folder / TRACKER)

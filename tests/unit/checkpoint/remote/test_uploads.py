@@ -228,7 +228,7 @@ def test_a_hugging_face_repository_gets_one_commit_for_each_checkpoint(stand_ins
         uploads.check()
         until(lambda: not uploads.waiting())
     uploads.finish(1)
-    assert commits == [(f"Checkpoint of iteration {one}", [f"iter_000000{one}", TRACKER]) for one in (1, 2)]
+    assert commits == [(f"Checkpoint of iteration {number}", [f"iter_000000{number}", TRACKER]) for number in (1, 2)]
     assert RemoteStore("hf://org/name/run").sent() == [2]
     assert fetch_newest("hf://org/name/run", tmp_path / "copy", strict=True) == 2
     assert content(tmp_path / "copy/iter_0000002") == saved

@@ -18,7 +18,7 @@ ARCH = load_run_config(Path(__file__).parents[4] / "configs" / "tiny-llama-mock.
     ("configured", "entries", "expected"),
     [(50, None, 50), (50, 50, 50), (50, 48, 50), (None, 48, 48), (None, None, 4096)],
 )
-def test_the_given_size_comes_first(configured: int | None, entries: int | None, expected: int) -> None:
+def test_the_configured_size_comes_first(configured: int | None, entries: int | None, expected: int) -> None:
     tokenizer = None if entries is None else range(entries)
     assert model_vocab_size(replace(ARCH, vocab_size=configured), tokenizer) == expected
 

@@ -79,16 +79,16 @@ def test_every_field_of_trl_and_transformers_has_a_row() -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "place",
+    "path",
     [
         *("{}", "args.{}", "train.{}", "megatron_lm.{}", "megatron_lm.train.{}", "megatron_lm.train.common.{}"),
         *("megatron_lm.model.arch.{}", "megatron_wrap.data.{}", "megatron_wrap.data.train.{}"),
     ],
 )
-def test_an_override_at_any_depth_names_our_key(name: str, key: str, place: str) -> None:
-    override = f"{place.format(name)}=1"
+def test_an_override_at_any_depth_names_our_key(name: str, key: str, path: str) -> None:
+    override = f"{path.format(name)}=1"
     with pytest.raises(ConfigError) as refusal:
-        load_run_config(RUN, [override, "megatron_wrap.data.train.path=a"] if "data.train" in place else [override])
+        load_run_config(RUN, [override, "megatron_wrap.data.train.path=a"] if "data.train" in path else [override])
     assert key in str(refusal.value)
 
 

@@ -70,7 +70,7 @@ def test_a_cache_has_each_row_and_is_written_once_for_a_key(tmp_path: Path, proc
     assert not [name for name in names if name.endswith(".partial")]
 
 
-def test_a_bad_row_raises_with_its_place_or_is_left_out(tmp_path: Path):
+def test_a_bad_row_raises_with_its_location_or_is_left_out(tmp_path: Path):
     prepare = Counted(tmp_path, bad=(7, 500))
     with pytest.raises(DataError, match=r"^rows:8: 7 is bad$"):
         opened(tmp_path, prepare)
@@ -142,9 +142,9 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, decoded: Any) -> bool:
     """Whether pickles of both are equal, which contain types and bits."""
-    return pickle.dumps(one) == pickle.dumps(other)
+    return pickle.dumps(value) == pickle.dumps(decoded)
 
 
 @pytest.mark.parametrize(

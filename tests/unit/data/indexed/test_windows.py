@@ -246,7 +246,7 @@ def test_without_the_compiled_extension_the_indices_are_equal(folder, tmp_path, 
     assert helpers.build_sample_idx is not None
 
 
-def test_numpy_in_place_of_the_extension():
+def test_numpy_instead_of_the_extension():
     from megatron.core.datasets import helpers_cpp
 
     from megatron_wrap.platform.megatron_core import dataset_helpers

@@ -58,12 +58,12 @@ def inspected(samples: Sequence[Any], seq_length: int = 20, show: int = 10, **fu
     return inspect(rows, encode, checks, seq_length, show, further.get("max_lengths"))
 
 
-def found(samples: Sequence[Any], **further: Any) -> dict[str, list[str]]:
+def findings_of(samples: Sequence[Any], **further: Any) -> dict[str, list[str]]:
     return {finding.key: finding.rows for finding in ordered(inspected(samples, **further).findings)}
 
 
 def test_a_sample_without_mistakes_has_none():
-    assert found([chat("ab", "cd"), chat("ab", "ce")]) == {}
+    assert findings_of([chat("ab", "cd"), chat("ab", "ce")]) == {}
 
 
 def test_each_mistake_is_found_in_its_row():
@@ -79,18 +79,18 @@ def test_each_mistake_is_found_in_its_row():
         "weight_zero": chat("q", "b", weight=0),
     }
     for key, sample in cases.items():
-        assert found([good, sample]) == {key: ["data:2"]}, key
+        assert findings_of([good, sample]) == {key: ["data:2"]}, key
         assert key in MISTAKES
 
 
-def test_white_space_behind_the_end_token_is_no_mistake():
-    assert found([chat("q", "a") | {"encoded": encoded("q", "a", end=(EOS, 10))}]) == {}
+def test_white_space_after_the_end_token_is_no_mistake():
+    assert findings_of([chat("q", "a") | {"encoded": encoded("q", "a", end=(EOS, 10))}]) == {}
 
 
 def test_tool_calls_are_no_empty_answer():
     sample = chat("q", "a")
     sample["messages"].insert(1, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]})
-    assert found([sample]) == {}
+    assert findings_of([sample]) == {}
 
 
 def test_truncation_is_counted_and_its_tokens_marked():
@@ -109,7 +109,7 @@ def test_truncation_is_counted_and_its_tokens_marked():
 
 def test_all_tokens_trained_on_purpose_are_no_mistake():
     sample = chat("q", "a") | {"encoded": ChatTokens([BOS, *ids_of("qa"), EOS], [1] * 4)}
-    assert found([sample], all_trained=True) == {}
+    assert findings_of([sample], all_trained=True) == {}
 
 
 def test_rows_that_cannot_be_used_and_duplicates_are_listed_with_their_reason():

@@ -140,7 +140,7 @@ def stream_order(stream: Any) -> list[int]:
     return [stream.read(position) for position in range(50)]
 
 
-def test_a_bad_row_is_an_error_with_its_place_unless_it_is_to_be_left_out():
+def test_a_bad_row_is_an_error_with_its_location_unless_it_is_to_be_left_out():
     with pytest.raises(DataError, match=r"^wrap\.batches:18: 17 is bad$"):
         [plan(BY_TOKENS, bad=(17,)).next() for _ in range(10)]
     with pytest.raises(DataError, match=r"50 rows in succession .*wrap\.batches:\d+: \d+ is bad$"):

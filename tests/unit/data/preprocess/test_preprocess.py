@@ -164,9 +164,9 @@ def test_sentences_are_sequences_of_one_document(made, tmp_path):
     path.write_text(json.dumps({"text": ["one. ", "", "two."], "note": "n"}) + "\n")
     settings = run(made, path, tmp_path / "out", append_eod=True, json_keys=["text", "note"])
     part = read_part(settings.prefix("text"))
-    one, two, note = expected(made, ["one. ", "two.", "n"])
-    assert part.lengths.tolist() == [len(one) - 1, len(two)]
-    assert stored(settings.prefix("text")) == [[*one[:-1], *two]]
+    first, second, note = expected(made, ["one. ", "two.", "n"])
+    assert part.lengths.tolist() == [len(first) - 1, len(second)]
+    assert stored(settings.prefix("text")) == [[*first[:-1], *second]]
     assert stored(settings.prefix("note")) == [note]
 
 

@@ -88,8 +88,8 @@ def test_samples_keep_their_origin_in_another_order_and_in_a_copy():
     assert made.origins(made) == ("f:3", "f:2", "f:1")
     copy = pickle.loads(pickle.dumps(made))
     assert copy.origins(copy) == ("f:3", "f:2", "f:1")
-    own = made.with_samples([samples[1], {"ids": [1]}])
-    assert own.origins(own) == ("f:2", "")
+    mixed = made.with_samples([samples[1], {"ids": [1]}])
+    assert mixed.origins(mixed) == ("f:2", "")
 
 
 def at(cursor: Cursor) -> Progress:
@@ -100,15 +100,15 @@ def test_a_step_moves_the_cursor_in_the_data():
     progress = at(BEFORE)
     progress.consume(batch())
     assert (progress.consumed_samples, progress.data, progress.skipped_samples) == (10, AFTER.saved(), 1)
-    own = at(BEFORE)
-    own.consume(["own"] * 4)
-    assert (own.consumed_samples, own.data, own.skipped_samples) == (12, BEFORE.saved(), 0)
+    of_user = at(BEFORE)
+    of_user.consume(["sample"] * 4)
+    assert (of_user.consumed_samples, of_user.data, of_user.skipped_samples) == (12, BEFORE.saved(), 0)
     progress.consume(batch())  # trained on twice
     assert (progress.consumed_samples, progress.data, progress.skipped_samples) == (12, AFTER.saved(), 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_other_samples_in_place_of_a_batch_continue_after_it(count: int):
+def test_other_samples_instead_of_a_batch_continue_after_it(count: int):
     """Whatever their number, the next sample that is read is that after the batch."""
     progress = at(BEFORE)
     progress.consume(batch().with_samples(["augmented"] * count))

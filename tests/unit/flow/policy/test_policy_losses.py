@@ -190,10 +190,10 @@ def test_facts_of_a_step_are_rewards_and_numbered_groups():
     assert values["advantages"].tolist() == [0.125, -0.5, -0.125, 0.5]
     with pytest.raises(DataError, match="sample 2 of a batch of 3 is the only one of its group"):
         flow().reduce_sample_facts([facts[0], facts[2], facts[1]])
-    given = flow().get_sample_facts({"prompt_ids": [3], "response_ids": [5], "advantage": 1.0})
-    assert flow().reduce_sample_facts([given]) == {}
+    with_advantage = flow().get_sample_facts({"prompt_ids": [3], "response_ids": [5], "advantage": 1.0})
+    assert flow().reduce_sample_facts([with_advantage]) == {}
     with pytest.raises(DataError, match='sample 1 of a batch of 2 has "advantage" and sample 0 has none'):
-        flow().reduce_sample_facts([facts[0], given])
+        flow().reduce_sample_facts([facts[0], with_advantage])
 
 
 @pytest.mark.parametrize(

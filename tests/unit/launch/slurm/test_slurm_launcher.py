@@ -124,7 +124,7 @@ def test_the_page_shows_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = f"{SLURM}.partition=gpu", f"{SLURM}.time_limit=24:00:00", f"{SLURM}.python=/shared/me/.venv/bin/python"
     overrides = (*keys, "megatron_lm.train.common.save=checkpoints")
     text = job_file(launched(*overrides, nodes=2, processes=8))
-    own, _, common = text.partition("\n# ---- from here on, the same for every run ----\n")
+    of_run, _, common = text.partition("\n# ---- from here on, the same for every run ----\n")
     page = (ROOT / "docs" / "cluster.md").read_text("utf-8")
-    assert f"```sh\n{own.rstrip()}\n```" in page
+    assert f"```sh\n{of_run.rstrip()}\n```" in page
     assert common.startswith("set -u\n")

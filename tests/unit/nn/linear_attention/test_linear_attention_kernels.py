@@ -9,7 +9,7 @@ import torch
 
 from megatron_wrap.nn.linear_attention import kernels
 
-FOUND = importlib.util.find_spec
+FIND_SPEC = importlib.util.find_spec
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def machine(monkeypatch):
                 setattr(sys.modules[parent], child, module)
 
         def find_spec(name, *rest):
-            return (object() if tilelang else None) if name == "tilelang" else FOUND(name, *rest)
+            return (object() if tilelang else None) if name == "tilelang" else FIND_SPEC(name, *rest)
 
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
         kernels.why_fla_cannot_train.cache_clear()
