@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import ROUTER, need, refuse_unless
+from megatron_wrap.bridge.families.common_keys import ROUTER, need, refuse_unless
 from megatron_wrap.config.schema.derived import moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel

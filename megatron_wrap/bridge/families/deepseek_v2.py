@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families import common_keys, llama
+from megatron_wrap.bridge.families.common_keys import Sizes, Table, need, refuse_unless
 from megatron_wrap.bridge.families.deepseek_experts import expert_config, expert_values
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
@@ -23,10 +23,10 @@ LATENT_NORM_EPSILON = 1e-6
 def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """All architecture keys except the router's."""
     refuse_unless(config, attention_bias=False, mlp_bias=False, moe_layer_freq=1)
-    kind, rope = decoder.rope_parameters(config)
+    kind, rope = common_keys.rope_parameters(config)
     plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters", "head_dim")}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    values = decoder.decoder_values({**plain, "rope_theta": theta}, tied=False)
+    values = common_keys.decoder_values({**plain, "rope_theta": theta}, tied=False)
     del values["kv_channels"]  # replaced by the head sizes below
     return {
         **values,
@@ -55,12 +55,12 @@ def _rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
         if not rope.get(name):
             raise UnsupportedModel(f"{name} of yarn is missing")
     refuse_unless(rope, truncate=True)
-    return decoder.yarn_values(rope)
+    return common_keys.yarn_values(rope)
 
 
 def latent_config(arch: ArchConfig) -> dict[str, Any]:
     """The inverse of `latent_values`."""
-    values = decoder.decoder_config(arch)
+    values = common_keys.decoder_config(arch)
     del values["head_dim"]
     return {
         **values,
@@ -79,7 +79,7 @@ def latent_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Tabl
     mine, attention = ours + "self_attention.", theirs + "self_attn."
     query = sizes.heads * (arch.qk_head_dim + arch.qk_pos_emb_head_dim)
     latent = arch.kv_lora_rank
-    table = decoder.norm_table(sizes, ours, theirs)
+    table = llama.norm_table(sizes, ours, theirs)
     if arch.q_lora_rank is None:
         table[mine + "linear_q_proj.weight"] = weights.column(attention + "q_proj.weight", query, sizes.hidden)
     else:
@@ -99,12 +99,12 @@ def latent_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Tabl
             attention + "o_proj.weight", sizes.hidden, sizes.heads * arch.v_head_dim
         ),
     }
-    return {**table, **decoder.mlp_of_layer(arch, sizes, ours, theirs, shared="shared_experts")}
+    return {**table, **llama.mlp_of_layer(arch, sizes, ours, theirs, shared="shared_experts")}
 
 
 def latent_table(arch: ArchConfig) -> Table:
     """The weight table of DeepSeek V2 and V3."""
-    return decoder.decoder_table(arch, latent_layer)
+    return llama.decoder_table(arch, latent_layer)
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

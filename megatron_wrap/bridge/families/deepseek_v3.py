@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import Table, refuse_unless
+from megatron_wrap.bridge.families.common_keys import Table, refuse_unless
 from megatron_wrap.bridge.families.deepseek_experts import sigmoid_router_config, sigmoid_router_values
 from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_layer, latent_table, latent_values
 from megatron_wrap.bridge.families.prediction_layers import (

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import llama_table, refuse_unless
+from megatron_wrap.bridge.families.common_keys import refuse_unless
 from megatron_wrap.bridge.families.gemma_layers import ACTIVATION, gemma_config, gemma_values
+from megatron_wrap.bridge.families.llama import llama_table
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families import common_keys, llama
+from megatron_wrap.bridge.families.common_keys import Sizes, Table, need, refuse_unless
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.config.schema.derived import kv_channels
 from megatron_wrap.config.schema.model import ArchConfig
@@ -34,7 +34,7 @@ def gemma_values(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     refuse_unless(config, attention_bias=False, use_bidirectional_attention=(False, None))
     # transformers reads hidden_activation; files of the first release also have hidden_act, which it ignores
     config["hidden_act"] = config.get("hidden_activation") or ACTIVATION
-    values = decoder.decoder_values(config, tied=True, act=(ACTIVATION,))
+    values = common_keys.decoder_values(config, tied=True, act=(ACTIVATION,))
     scalar = need(config, "query_pre_attn_scalar")
     return {
         **values,
@@ -53,7 +53,7 @@ def gemma_config(arch: ArchConfig) -> dict[str, Any]:
     scalar = kv_channels(arch) if scale is None else round(scale**-2)
     if scale is not None and not math.isclose(scalar**-0.5, scale):
         raise UnsupportedModel(f"softmax_scale is {scale}, and only 1 / sqrt of an integer can be written")
-    values = {**decoder.decoder_config(arch), "attention_bias": False, "query_pre_attn_scalar": scalar}
+    values = {**common_keys.decoder_config(arch), "attention_bias": False, "query_pre_attn_scalar": scalar}
     del values["hidden_act"]
     # transformers' default pad_token_id may be outside a small vocabulary
     return {**values, "hidden_activation": ACTIVATION, "pad_token_id": None}
@@ -62,7 +62,7 @@ def gemma_config(arch: ArchConfig) -> dict[str, Any]:
 def _norms(sizes: Sizes, ours: str, theirs: str) -> Table:
     names = {"input_layernorm.weight": "input_layernorm", "pre_mlp_layernorm.weight": "pre_feedforward_layernorm"}
     before = {ours + name: weights.replicated(f"{theirs}{norm}.weight", sizes.hidden) for name, norm in names.items()}
-    return {**before, **decoder.norm_after_table(sizes, ours, theirs)}
+    return {**before, **llama.norm_after_table(sizes, ours, theirs)}
 
 
-gemma_table = partial(decoder.decoder_table, layer=partial(decoder.decoder_layer, norms=_norms))
+gemma_table = partial(llama.decoder_table, layer=partial(llama.decoder_layer, norms=_norms))

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder, deepseek_v3
-from megatron_wrap.bridge.families.decoder import Table
+from megatron_wrap.bridge.families import common_keys, deepseek_v3, llama
+from megatron_wrap.bridge.families.common_keys import Table
 from megatron_wrap.bridge.families.deepseek_experts import (
     expert_config,
     expert_values,
@@ -20,7 +20,7 @@ from megatron_wrap.config.schema.model import ArchConfig
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    values = decoder.decoder_values({"partial_rotary_factor": 0.5, **config}, tied=False)  # transformers' default
+    values = common_keys.decoder_values({"partial_rotary_factor": 0.5, **config}, tied=False)  # transformers' default
     return {
         **values,
         **expert_values({"first_k_dense_replace": 1, **config}, values["num_layers"]),
@@ -34,18 +34,18 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
     attention = {"attention_bias": arch.add_qkv_bias, "use_qk_norm": arch.qk_layernorm}
     experts = {**expert_config(arch), **sigmoid_router_config(arch)}
     return {
-        **decoder.decoder_config(arch),
+        **common_keys.decoder_config(arch),
         **experts,
         **attention,
         "partial_rotary_factor": arch.rotary_percent,
     }
 
 
-_layer = partial(decoder.decoder_layer, mlp=partial(decoder.mlp_of_layer, shared="shared_experts"))
+_layer = partial(llama.decoder_layer, mlp=partial(llama.mlp_of_layer, shared="shared_experts"))
 
 
 def _parameters(arch: ArchConfig) -> Table:
-    return {**decoder.decoder_table(arch, _layer), **prediction_table(arch, _layer)}
+    return {**llama.decoder_table(arch, _layer), **prediction_table(arch, _layer)}
 
 
 FAMILY = replace(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_wrap.bridge.families import deepseek_v3
-from megatron_wrap.bridge.families.decoder import layers_of_kind
+from megatron_wrap.bridge.families.common_keys import layers_of_kind
 from megatron_wrap.config.schema.model import ArchConfig
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import PLAIN, Sizes, Table, hidden_dropout, need, refuse_unless
+from megatron_wrap.bridge.families.common_keys import PLAIN, Sizes, Table, hidden_dropout, need, refuse_unless
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.derived import ffn_hidden_size

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, refuse_unless
+from megatron_wrap.bridge.families import common_keys, llama
+from megatron_wrap.bridge.families.common_keys import Sizes, Table, refuse_unless
 from megatron_wrap.bridge.families.mistral import layer_windows, layer_windows_config
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
@@ -37,10 +37,10 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
         config = {**config, "rope_scaling": _DEFAULT_ROPE}
     experts = config.get("num_experts") or config.get("num_local_experts")  # transformers 5 also reads num_experts
     config = {**_DEFAULTS, **config, "num_local_experts": experts}
-    values = decoder.decoder_values(config, tied=False)
+    values = common_keys.decoder_values(config, tied=False)
     return {
         **values,
-        **decoder.experts_of_all_layers(config, values),
+        **common_keys.experts_of_all_layers(config, values),
         **layer_windows(config, values["num_layers"], full_every=2),
         "softmax_type": "learnable",
         "add_bias_linear": True,
@@ -53,7 +53,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
     return {
-        **decoder.decoder_config(arch),
+        **common_keys.decoder_config(arch),
         **layer_windows_config(arch),
         "attention_bias": True,
         "swiglu_alpha": _ALPHA,
@@ -66,7 +66,7 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
 
 def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     sinks = ours + "self_attention.core_attention.softmax_offset"
-    table = decoder.decoder_layer(arch, sizes, ours, theirs, mlp=_experts_table)
+    table = llama.decoder_layer(arch, sizes, ours, theirs, mlp=_experts_table)
     return {**table, sinks: weights.column(theirs + "self_attn.sinks", sizes.heads)}
 
 
@@ -90,5 +90,5 @@ def _experts_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Ta
     return table
 
 
-_table = partial(decoder.decoder_table, layer=_layer)
+_table = partial(llama.decoder_table, layer=_layer)
 FAMILY = Family("gpt_oss", "GptOssForCausalLM", _arch_values, _config_values, _table)

@@ -1,10 +1,15 @@
-"""Llama 1 to 3.2, and models of the same architecture (transformers/models/llama)."""
+"""Llama 1 to 3.2, and models of the same architecture (transformers/models/llama). Other families take Llama's table of
+weights as it is, or its parts: attention, dense MLPs, and experts beside them.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table
+from megatron_wrap.bridge.families.common_keys import Sizes, Table, decoder_config, decoder_values
+from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.schema.derived import moe_ffn_hidden_size, moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
@@ -21,6 +26,144 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
     return {**decoder_config(arch), **dict.fromkeys(("attention_bias", "mlp_bias"), arch.add_bias_linear)}
 
+
+LayerTable = Callable[[ArchConfig, Sizes, str, str], Table]
+"""(arch, sizes, Megatron-Core's prefix, Hugging Face's prefix) -> one layer's table."""
+
+
+def decoder_table(arch: ArchConfig, layer: LayerTable) -> Table:
+    """The table of a Llama-like model: embedding, layers, final norm, and the output layer unless it is tied."""
+    sizes = Sizes.of(arch)
+    table: Table = {
+        "embedding.word_embeddings.weight": weights.vocabulary("model.embed_tokens.weight", sizes.vocab, sizes.hidden)
+    }
+    for number in range(arch.num_layers):
+        table |= layer(arch, sizes, f"decoder.layers.{number}.", f"model.layers.{number}.")
+    table["decoder.final_layernorm.weight"] = weights.replicated("model.norm.weight", sizes.hidden)
+    if arch.untie_embeddings_and_output_weights:
+        table["output_layer.weight"] = weights.vocabulary("lm_head.weight", sizes.vocab, sizes.hidden)
+    return table
+
+
+def attention_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    """Attention with separate q, k and v projections, and the norm before it."""
+    ours, projections = ours + "self_attention.", theirs + "self_attn."
+    q, k, v, o = (f"{projections}{letter}_proj" for letter in "qkvo")
+    inner = sizes.heads * sizes.width
+    heads = (sizes.heads, sizes.groups, sizes.width)
+    fused = weights.gated_query_key_value if arch.attention_output_gate else weights.query_key_value
+    table = {
+        ours + "linear_qkv.weight": fused(f"{q}.weight", f"{k}.weight", f"{v}.weight", *heads, sizes.hidden),
+        ours + "linear_proj.weight": weights.row(f"{o}.weight", sizes.hidden, inner),
+    }
+    if arch.add_qkv_bias or arch.add_bias_linear:
+        table[ours + "linear_qkv.bias"] = fused(f"{q}.bias", f"{k}.bias", f"{v}.bias", *heads)
+    if arch.add_bias_linear:
+        table[ours + "linear_proj.bias"] = weights.replicated(f"{o}.bias", sizes.hidden)
+    if arch.qk_layernorm:
+        for letter, count in (("q", sizes.heads), ("k", sizes.groups)):
+            name = f"{projections}{letter}_norm.weight"
+            of_head = arch.qk_layernorm_type == "per_head"
+            norm = weights.replicated(name, sizes.width) if of_head else weights.column(name, count * sizes.width)
+            table[f"{ours}{letter}_layernorm.weight"] = norm
+    return table
+
+
+def mlp_table(ffn: int, arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+    """A gated MLP of intermediate size `ffn` from gate_proj, up_proj and down_proj."""
+    gate, up, down = (f"{theirs}{name}_proj" for name in ("gate", "up", "down"))
+    table = {
+        ours + "linear_fc1.weight": weights.gated(f"{gate}.weight", f"{up}.weight", ffn, sizes.hidden),
+        ours + "linear_fc2.weight": weights.row(f"{down}.weight", sizes.hidden, ffn),
+    }
+    if arch.add_bias_linear:
+        table[ours + "linear_fc1.bias"] = weights.gated(f"{gate}.bias", f"{up}.bias", ffn)
+        table[ours + "linear_fc2.bias"] = weights.replicated(f"{down}.bias", sizes.hidden)
+    return table
+
+
+def experts_table(
+    arch: ArchConfig,
+    sizes: Sizes,
+    ours: str,
+    theirs: str,
+    *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "shared_expert",
+) -> Table:
+    """The MLP of an MoE layer: router, experts, and shared experts if there are any.
+
+    Args:
+        ours, theirs: prefixes of the MLP in Megatron-Core and Hugging Face.
+        names: of an expert's gate, up and down projections.
+        shared: name of the shared experts; their gate is `{shared}_gate`.
+    """
+    assert arch.num_experts is not None
+    table: Table = {ours + "router.weight": weights.replicated(theirs + "gate.weight", arch.num_experts, sizes.hidden)}
+    if arch.moe_router_enable_expert_bias:
+        bias = weights.replicated(theirs + "gate.e_score_correction_bias", arch.num_experts)
+        table[ours + "router.expert_bias"] = weights.in_fp32(bias)
+    ffn = moe_ffn_hidden_size(arch)
+    for number in range(arch.num_experts):
+        gate, up, down = (f"{theirs}experts.{number}.{name}.weight" for name in names)
+        mine = f"{ours}experts.{number}."
+        table[mine + "linear_fc1.weight"] = weights.gated(gate, up, ffn, sizes.hidden)
+        table[mine + "linear_fc2.weight"] = weights.row(down, sizes.hidden, ffn)
+    shared_ffn = arch.moe_shared_expert_intermediate_size
+    if shared_ffn is not None:
+        table |= mlp_table(shared_ffn, arch, sizes, ours + "shared_experts.", f"{theirs}{shared}.")
+        if arch.moe_shared_expert_gate:
+            gate = f"{theirs}{shared}_gate.weight"
+            table[ours + "shared_experts.gate_weight"] = weights.replicated(gate, 1, sizes.hidden)
+    return table
+
+
+def mlp_of_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, *, shared: str = "shared_expert") -> Table:
+    """The MLP of the layer with the prefixes `ours` and `theirs`, dense or MoE; `shared` as for `experts_table`.
+    Layers for multi-token prediction are like the decoder's last."""
+    ours_mlp, theirs_mlp = ours + "mlp.", theirs + "mlp."
+    if moe_layer_pattern(arch)[int(ours.split(".")[2]) if ours.startswith("decoder.") else -1]:
+        return experts_table(arch, sizes, ours_mlp, theirs_mlp, shared=shared)
+    return mlp_table(sizes.ffn, arch, sizes, ours_mlp, theirs_mlp)
+
+
+def norm_table(sizes: Sizes, ours: str, theirs: str) -> Table:
+    """The two norms of a layer, before attention and MLP."""
+    return {
+        ours + "input_layernorm.weight": weights.replicated(theirs + "input_layernorm.weight", sizes.hidden),
+        ours + "pre_mlp_layernorm.weight": weights.replicated(theirs + "post_attention_layernorm.weight", sizes.hidden),
+    }
+
+
+def norm_after_table(sizes: Sizes, ours: str, theirs: str) -> Table:
+    """The two norms of a layer after attention and MLP, of their outputs."""
+    attention, mlp = theirs + "post_attention_layernorm.weight", theirs + "post_feedforward_layernorm.weight"
+    return {
+        ours + "self_attn_bda.norm.weight": weights.replicated(attention, sizes.hidden),
+        ours + "mlp_bda.norm.weight": weights.replicated(mlp, sizes.hidden),
+    }
+
+
+def decoder_layer(
+    arch: ArchConfig,
+    sizes: Sizes,
+    ours: str,
+    theirs: str,
+    *,
+    norms: Callable[[Sizes, str, str], Table] = norm_table,
+    attention: LayerTable = attention_table,
+    mlp: LayerTable = mlp_of_layer,
+) -> Table:
+    """The table of a layer; a family passes the parts in which it differs from Llama."""
+    return {
+        **norms(sizes, ours, theirs),
+        **attention(arch, sizes, ours, theirs),
+        **mlp(arch, sizes, ours, theirs),
+    }
+
+
+llama_table = partial(decoder_table, layer=decoder_layer)
+"""The weight table of Llama, Mistral and Qwen."""
 
 FAMILY = Family(
     model_type="llama",

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, refuse_unless
+from megatron_wrap.bridge.families import common_keys, llama
+from megatron_wrap.bridge.families.common_keys import Sizes, Table, refuse_unless
 from megatron_wrap.bridge.families.mixtral import block_sparse_moe
 from megatron_wrap.bridge.families.prediction_layers import prediction_layers_left_out
 from megatron_wrap.bridge.mapping import tensors as weights
@@ -31,10 +31,10 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     width = config.get("head_dim") or 128  # transformers' default
     if config.get("rotary_dim") is not None:
         config = {"partial_rotary_factor": config["rotary_dim"] / width, **config}
-    values = decoder.decoder_values({"rope_theta": 5000000.0, **config, "head_dim": width}, tied=False)
+    values = common_keys.decoder_values({"rope_theta": 5000000.0, **config, "head_dim": width}, tied=False)
     return {
         **values,
-        **decoder.experts_of_all_layers(config, values),
+        **common_keys.experts_of_all_layers(config, values),
         "qk_layernorm": True,
         "qk_layernorm_type": "per_layer",
         "moe_router_score_function": "sigmoid",
@@ -45,7 +45,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
     return {
-        **decoder.decoder_config(arch),
+        **common_keys.decoder_config(arch),
         **_PUBLISHED,
         "rotary_dim": int(kv_channels(arch) * arch.rotary_percent),
         "num_local_experts": arch.num_experts,
@@ -56,7 +56,7 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
 def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     assert arch.num_experts is not None
     bias = weights.replicated(theirs + "block_sparse_moe.e_score_correction_bias", arch.num_experts)
-    table = decoder.decoder_layer(arch, sizes, ours, theirs, mlp=block_sparse_moe)
+    table = llama.decoder_layer(arch, sizes, ours, theirs, mlp=block_sparse_moe)
     return {**table, ours + "mlp.router.expert_bias": weights.in_fp32(bias)}
 
 
@@ -65,7 +65,7 @@ FAMILY = Family(
     architecture="MiniMaxM2ForCausalLM",
     arch_values=_arch_values,
     config_values=_config_values,
-    parameters=partial(decoder.decoder_table, layer=_layer),
+    parameters=partial(llama.decoder_table, layer=_layer),
     left_out=partial(prediction_layers_left_out, advice=""),
     exported_values=lambda arch: {"use_mtp": False, "num_mtp_modules": 0},
 )

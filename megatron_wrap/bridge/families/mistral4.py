@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import Sizes, Table, decoder_table, refuse_unless
+from megatron_wrap.bridge.families.common_keys import Sizes, Table, refuse_unless
 from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_layer, latent_values
+from megatron_wrap.bridge.families.llama import decoder_table
 from megatron_wrap.bridge.families.ministral3 import DEFAULT_ROPE, query_scaling_config, query_scaling_values
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family

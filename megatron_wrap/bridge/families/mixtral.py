@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, refuse_unless
+from megatron_wrap.bridge.families import common_keys, llama
+from megatron_wrap.bridge.families.common_keys import Sizes, Table, refuse_unless
 from megatron_wrap.bridge.families.mistral import window_config, window_values
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
@@ -13,23 +13,23 @@ from megatron_wrap.config.schema.model import ArchConfig
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unless(config, router_jitter_noise=0.0)
-    values = decoder.decoder_values(config, tied=False)
+    values = common_keys.decoder_values(config, tied=False)
     return {
         **values,
-        **decoder.experts_of_all_layers(config, values),
+        **common_keys.experts_of_all_layers(config, values),
         **window_values(config.get("sliding_window")),
     }
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
     experts = {"num_local_experts": arch.num_experts, "num_experts_per_tok": arch.moe_router_topk}
-    return {**decoder.decoder_config(arch), **window_config(arch), **experts}
+    return {**common_keys.decoder_config(arch), **window_config(arch), **experts}
 
 
 def block_sparse_moe(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     """The table of a layer's experts."""
-    return decoder.experts_table(arch, sizes, ours + "mlp.", theirs + "block_sparse_moe.", names=("w1", "w3", "w2"))
+    return llama.experts_table(arch, sizes, ours + "mlp.", theirs + "block_sparse_moe.", names=("w1", "w3", "w2"))
 
 
-_table = partial(decoder.decoder_table, layer=partial(decoder.decoder_layer, mlp=block_sparse_moe))
+_table = partial(llama.decoder_table, layer=partial(llama.decoder_layer, mlp=block_sparse_moe))
 FAMILY = Family("mixtral", "MixtralForCausalLM", _arch_values, _config_values, _table)

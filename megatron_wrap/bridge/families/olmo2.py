@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import refuse_unless
+from megatron_wrap.bridge.families import common_keys, llama
+from megatron_wrap.bridge.families.common_keys import refuse_unless
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 
@@ -15,14 +15,14 @@ NORMS: Mapping[str, Any] = {"norm_placement": "after", "qk_layernorm": True, "qk
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unless(config, attention_bias=False)
-    return {**decoder.decoder_values({"rms_norm_eps": 1e-5, **config}, tied=False), **NORMS}
+    return {**common_keys.decoder_values({"rms_norm_eps": 1e-5, **config}, tied=False), **NORMS}
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
     # transformers' default pad_token_id may be outside a small vocabulary
-    return {**decoder.decoder_config(arch), "attention_bias": False, "pad_token_id": None}
+    return {**common_keys.decoder_config(arch), "attention_bias": False, "pad_token_id": None}
 
 
-_layer = partial(decoder.decoder_layer, norms=decoder.norm_after_table)
-olmo_table = partial(decoder.decoder_table, layer=_layer)
+_layer = partial(llama.decoder_layer, norms=llama.norm_after_table)
+olmo_table = partial(llama.decoder_table, layer=_layer)
 FAMILY = Family("olmo2", "Olmo2ForCausalLM", _arch_values, _config_values, olmo_table)

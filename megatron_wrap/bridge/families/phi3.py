@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, need
+from megatron_wrap.bridge.families import common_keys, llama
+from megatron_wrap.bridge.families.common_keys import Sizes, Table, need
 from megatron_wrap.bridge.families.mistral import window_config, window_values
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
@@ -19,13 +19,13 @@ LONG = ("longrope", "su", "yarn")
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    kind, rope = decoder.rope_parameters(config)
+    kind, rope = common_keys.rope_parameters(config)
     plain = config
     if kind in LONG:
         theta = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         plain = {**config, "rope_scaling": None, "rope_parameters": theta}
-    values = decoder.decoder_values(plain, tied=False) | (_longrope(config, rope) if kind in LONG else {})
-    dropout = decoder.hidden_dropout(config, 0.0)
+    values = common_keys.decoder_values(plain, tied=False) | (_longrope(config, rope) if kind in LONG else {})
+    dropout = common_keys.hidden_dropout(config, 0.0)
     return {**values, "hidden_dropout": dropout, **window_values(config.get("sliding_window"))}
 
 
@@ -46,7 +46,7 @@ def _longrope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:
-    values = decoder.decoder_config(arch)
+    values = common_keys.decoder_config(arch)
     if values.pop("head_dim") * arch.num_attention_heads != arch.hidden_size:
         raise UnsupportedModel("kv_channels is not hidden_size / num_attention_heads")
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), arch.hidden_dropout)
@@ -68,7 +68,7 @@ def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     qkv, gate_up = attention + "qkv_proj.weight", mlp + "gate_up_proj.weight"
     inner = sizes.heads * sizes.width
     return {
-        **decoder.norm_table(sizes, ours, theirs),
+        **llama.norm_table(sizes, ours, theirs),
         ours + "self_attention.linear_qkv.weight": weights.query_key_value(
             qkv, qkv, qkv, sizes.heads, sizes.groups, sizes.width, sizes.hidden
         ),
@@ -78,5 +78,5 @@ def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     }
 
 
-_table = partial(decoder.decoder_table, layer=_layer)
+_table = partial(llama.decoder_table, layer=_layer)
 FAMILY = Family("phi3", "Phi3ForCausalLM", _arch_values, _config_values, _table)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import LayerTable, Sizes, Table
+from megatron_wrap.bridge.families.common_keys import Sizes, Table
+from megatron_wrap.bridge.families.llama import LayerTable
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.config.schema.model import ArchConfig
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table
+from megatron_wrap.bridge.families.common_keys import decoder_config, decoder_values
+from megatron_wrap.bridge.families.llama import llama_table
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel

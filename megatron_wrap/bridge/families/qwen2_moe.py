@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import decoder_config, decoder_values, llama_table, need, refuse_unless
+from megatron_wrap.bridge.families.common_keys import decoder_config, decoder_values, need, refuse_unless
+from megatron_wrap.bridge.families.llama import llama_table
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
 from megatron_wrap.bridge.families.qwen3_moe import qwen_experts, qwen_experts_config
 from megatron_wrap.bridge.mapping.family import Family

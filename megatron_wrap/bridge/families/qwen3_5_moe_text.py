@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_wrap.bridge.families import qwen3_5_text
-from megatron_wrap.bridge.families.decoder import need
+from megatron_wrap.bridge.families.common_keys import need
 from megatron_wrap.bridge.families.qwen3_next import hybrid_config, hybrid_experts, hybrid_experts_config, hybrid_values
 from megatron_wrap.config.schema.derived import moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig

@@ -3,14 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.decoder import (
-    ROUTER,
-    decoder_config,
-    decoder_values,
-    llama_table,
-    need,
-    refuse_unless,
-)
+from megatron_wrap.bridge.families.common_keys import ROUTER, decoder_config, decoder_values, need, refuse_unless
+from megatron_wrap.bridge.families.llama import llama_table
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.derived import moe_layer_pattern

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megatron_wrap.bridge.families import decoder
-from megatron_wrap.bridge.families.decoder import Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families import common_keys, llama
+from megatron_wrap.bridge.families.common_keys import Sizes, Table, need, refuse_unless
 from megatron_wrap.bridge.families.prediction_layers import prediction_layers_left_out, single_prediction_table
 from megatron_wrap.bridge.families.qwen3_moe import qwen_experts, qwen_experts_config
 from megatron_wrap.bridge.mapping import tensors as weights
@@ -31,10 +31,10 @@ _SIZES: Mapping[str, int] = {
 def hybrid_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Architecture keys of Qwen3-Next and Qwen3.5, without those of experts."""
     refuse_unless(config, attention_bias=False, attn_output_gate=True)
-    values = decoder.decoder_values({"partial_rotary_factor": 0.25, "head_dim": 256, **config}, tied=False)
+    values = common_keys.decoder_values({"partial_rotary_factor": 0.25, "head_dim": 256, **config}, tied=False)
     interval = config.get("full_attention_interval") or 4  # transformers' defaults
     default = [LINEAR if number % interval else FULL for number in range(1, values["num_layers"] + 1)]
-    is_linear = decoder.layers_of_kind(config, "layer_types", (LINEAR, FULL), default)
+    is_linear = common_keys.layers_of_kind(config, "layer_types", (LINEAR, FULL), default)
     linear: dict[str, Any] = {}
     if any(is_linear):
         linear = {
@@ -54,7 +54,7 @@ def hybrid_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def hybrid_config(arch: ArchConfig) -> dict[str, Any]:
     """The inverse of `hybrid_values`."""
     return {
-        **decoder.decoder_config(arch),
+        **common_keys.decoder_config(arch),
         "partial_rotary_factor": arch.rotary_percent,
         "layer_types": [LINEAR if is_linear else FULL for is_linear in linear_layer_pattern(arch)],
         **{name: getattr(arch, name) for name in _SIZES},
@@ -69,8 +69,8 @@ Projection = Callable[[ArchConfig, str, int], WeightMapping]
 def hybrid_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, *, in_proj: Projection) -> Table:
     """The table of a layer of either kind."""
     is_linear = ours.startswith("decoder.") and linear_layer_pattern(arch)[int(ours.split(".")[2])]
-    attention = partial(_linear_table, in_proj=in_proj) if is_linear else decoder.attention_table
-    return decoder.decoder_layer(arch, sizes, ours, theirs, attention=attention)
+    attention = partial(_linear_table, in_proj=in_proj) if is_linear else llama.attention_table
+    return llama.decoder_layer(arch, sizes, ours, theirs, attention=attention)
 
 
 def _linear_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, in_proj: Projection) -> Table:
@@ -138,7 +138,7 @@ def hybrid_experts_config(arch: ArchConfig) -> dict[str, Any]:
 def hybrid_table(arch: ArchConfig, *, in_proj: Projection) -> Table:
     """The table of a model, with its layer for multi-token prediction."""
     layer = partial(hybrid_layer, in_proj=in_proj)
-    return {**decoder.decoder_table(arch, layer), **single_prediction_table(arch, layer)}
+    return {**llama.decoder_table(arch, layer), **single_prediction_table(arch, layer)}
 
 
 prediction_layer_left_out = partial(prediction_layers_left_out, named=r"mtp\..*")

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families import llama
-from megatron_wrap.bridge.families.decoder import every_nth, llama_table
+from megatron_wrap.bridge.families.common_keys import every_nth
+from megatron_wrap.bridge.families.llama import llama_table
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
