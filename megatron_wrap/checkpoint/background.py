@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_wrap.checkpoint.files.host_copy import HostCopy
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.files.writer import WriteJob, Writer
 from megatron_wrap.checkpoint.files.writing import FileToWrite
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read_record

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.checkpoint.adapter import precheck_adapter
-from megatron_wrap.checkpoint.files.store import FORMAT_FILES, RESOLVED, CheckpointStore, missing_part, read_facts
+from megatron_wrap.checkpoint.files.complete_checkpoints import (
+    FORMAT_FILES,
+    RESOLVED,
+    CheckpointFolder,
+    missing_part,
+    read_facts,
+)
 from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run, section_of
 from megatron_wrap.checkpoint.schedule import compare_schedules
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
@@ -54,7 +60,7 @@ def find_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     _refuse_torch_format(root)
     if any((root / name).is_file() for name in FORMAT_FILES):
         return _validated(root)
-    store = CheckpointStore(root)
+    store = CheckpointFolder(root)
     latest = store.latest()
     if latest is not None:
         return _validated(_in_store(root, store.find(latest) or store.folder_of(latest)))

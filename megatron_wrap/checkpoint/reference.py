@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from megatron_wrap.checkpoint import content
-from megatron_wrap.checkpoint.files.store import REFERENCE, CheckpointStore, content_damage
+from megatron_wrap.checkpoint.files.complete_checkpoints import REFERENCE, content_damage
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.save_load import (
     DamagedCheckpoint,
     SavedContent,

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_wrap.checkpoint.background import BackgroundSaves
-from megatron_wrap.checkpoint.files.store import BEST, TRACKER, CheckpointStore, missing_part
+from megatron_wrap.checkpoint.files.complete_checkpoints import BEST, TRACKER, missing_part
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.precheck import refuse_resume, starting_checkpoint
 from megatron_wrap.checkpoint.reference import (
     is_saved,

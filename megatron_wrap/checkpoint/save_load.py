@@ -18,7 +18,8 @@ from megatron_wrap.bridge.export.training_record import training_record
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.adapter import base_facts, check_adapter, check_others, compare_adapters
 from megatron_wrap.checkpoint.background import BackgroundSaves
-from megatron_wrap.checkpoint.files.store import RESOLVED, CheckpointStore, read_facts
+from megatron_wrap.checkpoint.files.complete_checkpoints import RESOLVED, read_facts
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.files.verification import BlockVerification
 from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, existing_checkpoint
 from megatron_wrap.checkpoint.saved_run import section_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.files.store import RESOLVED, read_facts
+from megatron_wrap.checkpoint.files.complete_checkpoints import RESOLVED, read_facts
 from megatron_wrap.config import load_resolved
 from megatron_wrap.config.schema.run import SECTION_PATHS
 

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_wrap.checkpoint.content import CONTENT_METADATA
 from megatron_wrap.checkpoint.factories import merged_in_place
+from megatron_wrap.checkpoint.files.complete_checkpoints import free_bytes
 from megatron_wrap.checkpoint.files.host_copy import HostCopy
-from megatron_wrap.checkpoint.files.store import free_bytes
 from megatron_wrap.checkpoint.files.writing import FileToWrite, Index, write_files
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, agreed, describe, on_rank_0

@@ -10,8 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_wrap.checkpoint.files.complete_checkpoints import (
+    BEST,
+    REFERENCE,
+    CheckpointFolder,
+    folder_name,
+    missing_part,
+    read_facts,
+)
 from megatron_wrap.checkpoint.files.hashes import find_damage
-from megatron_wrap.checkpoint.files.store import BEST, REFERENCE, CheckpointStore, folder_name, missing_part, read_facts
 from megatron_wrap.checkpoint.remote.store import RemoteStore
 from megatron_wrap.cli.text_table import text_table
 from megatron_wrap.errors import ConfigError
@@ -59,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_remote(arguments.folder):
         return _run_remote(arguments.folder, arguments.verify)
     folder = Path(arguments.folder).expanduser()
-    listed = [*_listed(CheckpointStore(folder), ""), *_listed(CheckpointStore(folder / REFERENCE), f"{REFERENCE}/")]
+    listed = [*_listed(CheckpointFolder(folder), ""), *_listed(CheckpointFolder(folder / REFERENCE), f"{REFERENCE}/")]
     aside = [*folder.glob("iter_*.damaged-*"), *(folder / REFERENCE).glob("iter_*.damaged-*")]
     listed += [_Listed(path, str(path.relative_to(folder)), _SET_ASIDE, ()) for path in sorted(aside)]
     if not listed:
@@ -97,7 +104,7 @@ def _run_remote(url: str, verify: bool) -> int:
     return _report(rows, damaged if verify else [])
 
 
-def _listed(store: CheckpointStore, prefix: str) -> Iterator[_Listed]:
+def _listed(store: CheckpointFolder, prefix: str) -> Iterator[_Listed]:
     """The visible checkpoints of a folder, by iteration."""
     newest, best = store.latest(), store.best()
     for iteration in store.present():
@@ -132,9 +139,9 @@ def _layout(facts: Any) -> str:
 
 def _hint(folder: Path) -> str:
     """The correction of a wrong folder."""
-    if CheckpointStore(folder / "checkpoints").present():
+    if CheckpointFolder(folder / "checkpoints").present():
         return f"; give {folder / 'checkpoints'}"
-    if CheckpointStore(folder.parent).present() and folder.name.startswith("iter_"):
+    if CheckpointFolder(folder.parent).present() and folder.name.startswith("iter_"):
         return f"; give the folder of the run, {folder.parent}"
     return "; give the folder that megatron_lm.train.common.save names" if folder.is_dir() else ": no such folder"
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_wrap.checkpoint.files.store import CheckpointStore, read_facts
+from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder, read_facts
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.report.png import write_png_files
 from megatron_wrap.report.run_charts import charts_of
@@ -51,7 +51,7 @@ def _checkpoints(files: RunFiles) -> Sequence[CheckpointFacts]:
     folder = files.facts.get("checkpoints")
     if folder is None:
         return ()
-    store = CheckpointStore(folder)
+    store = CheckpointFolder(folder)
     best, latest = store.best(), store.latest()
     checkpoints = []
     for iteration in store.iterations():

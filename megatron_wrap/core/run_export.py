@@ -19,7 +19,7 @@ from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_adap
 from megatron_wrap.bridge.export.training_record import TrainingRecord, training_record
 from megatron_wrap.bridge.export.weight_stream import WeightStream
 from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config, task_type, tied_copies
-from megatron_wrap.checkpoint.files.store import read_facts
+from megatron_wrap.checkpoint.files.complete_checkpoints import read_facts
 from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.records import RunRecords

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_wrap.bridge.loading.adapter_folder import adapter_base, adapter_keys, is_adapter
 from megatron_wrap.bridge.loading.hub import local_folder, read_run_content
 from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
-from megatron_wrap.checkpoint.files.store import RESOLVED
+from megatron_wrap.checkpoint.files.complete_checkpoints import RESOLVED
 from megatron_wrap.checkpoint.precheck import existing_checkpoint
 from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config import RunConfig, load_run_config

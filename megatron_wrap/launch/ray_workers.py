@@ -15,7 +15,7 @@ from typing import Any
 import ray.train
 import ray.train.collective
 
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder
 from megatron_wrap.config import RunConfig
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import MegatronWrapError
@@ -166,7 +166,7 @@ def _new_checkpoint(save: str | None) -> ray.train.Checkpoint | None:
     """On rank 0 the newest checkpoint, unless it was the last one that was reported."""
     if save is None or ray.train.get_context().get_world_rank() != 0:
         return None
-    store = CheckpointStore(os.path.abspath(os.path.expanduser(save)))
+    store = CheckpointFolder(os.path.abspath(os.path.expanduser(save)))
     iteration = store.latest()
     path = None if iteration is None else store.find(iteration)
     reported = ray.train.get_checkpoint()

@@ -59,7 +59,7 @@ def sizes(gib: float, dtype: str) -> list[str]:
 def without_hashes() -> Iterator[None]:
     """Plain saves write no SHA-256 of tensor files."""
     from megatron_wrap.checkpoint import strategy
-    from megatron_wrap.checkpoint.files import store
+    from megatron_wrap.checkpoint.files import publish_and_prune
     from megatron_wrap.checkpoint.files.writing import write_files
 
     def write(*arguments: Any) -> Any:
@@ -68,8 +68,11 @@ def without_hashes() -> Iterator[None]:
     def hash_small(folder: Path, names: Any) -> Any:
         return hash_files(folder, [name for name in names if not name.endswith(".distcp")])
 
-    hash_files = store.hash_files
-    with mock.patch.object(strategy, "write_files", write), mock.patch.object(store, "hash_files", hash_small):
+    hash_files = publish_and_prune.hash_files
+    with (
+        mock.patch.object(strategy, "write_files", write),
+        mock.patch.object(publish_and_prune, "hash_files", hash_small),
+    ):
         yield
 
 

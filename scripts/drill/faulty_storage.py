@@ -36,7 +36,7 @@ import _trials
 
 from megatron_wrap.checkpoint import strategy
 from megatron_wrap.checkpoint.files import writing
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.remote.store import RemoteStore
 from megatron_wrap.errors import CheckpointError
 

@@ -18,7 +18,7 @@ from _checkpoint_runs import BF16, DISTRIBUTED, OVERLAP, TP2, TRAIN
 from _covering import quick
 from _interpreters import forked_interpreters
 
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 
 ASYNC = ("megatron_wrap.checkpoint.async_save=true",)
 SAVES = 3

@@ -17,7 +17,7 @@ import pytest
 from _checkpoint_runs import ARCH, BF16, DISTRIBUTED, MUON, OPTIMIZER, SGD, TIED, TP2, TRAIN, in_new_processes, refusal
 from _covering import quick
 
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 
 
 def _save_with_limited_files(folder: Path, limited_rank: int, largest_file: int) -> tuple[str, list[int]]:

@@ -14,7 +14,7 @@ import pytest
 from _checkpoint_runs import TP2, TRAIN
 from _object_store import SECRET, Proxy, object_store
 
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.remote.store import RemoteStore
 
 CHECKPOINT = "megatron_wrap.checkpoint"

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from megatron_wrap.bridge.loading.weight_folder import stored_tensors
-from megatron_wrap.checkpoint.files.store import MANIFEST, TRACKER, CheckpointStore, missing_part
+from megatron_wrap.checkpoint.files.complete_checkpoints import MANIFEST, TRACKER, missing_part
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.precheck import find_checkpoint
 from megatron_wrap.data.cache.precomputed import PrecomputedOutputs, PrecomputedWriter
 from megatron_wrap.errors import CheckpointError, DataError

@@ -1,2 +1,2 @@
-"""The files of one checkpoint: their hashes, and for asynchronous saves the copy in host memory and the process that
-writes them."""
+"""The folders of checkpoints, when they are complete and how they are published; the files of one: their hashes, and
+for asynchronous saves the copy in host memory and the process that writes them."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a remote folder. Names are those of a local one (`files/store.py`).
+"""The checkpoints of a remote folder. Names are those of a local one (`files/complete_checkpoints.py`).
 
 The manifest of a checkpoint is the last of its files that is sent, and the tracker follows it. Needs neither torch nor
 Megatron-Core.
@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.files.store import (
+from megatron_wrap.checkpoint.files.complete_checkpoints import (
     MANIFEST,
     REFERENCE,
     TRACKER,
-    CheckpointStore,
     content_damage,
     folder_name,
     missing_part,
     read_facts,
 )
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.remote.files import ATTEMPTS, RemoteFolder, describe, with_retries
 from megatron_wrap.utils.dist_logger import logger

@@ -9,16 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.files.store import (
+from megatron_wrap.checkpoint.files.complete_checkpoints import (
     BEST,
     MANIFEST,
     REFERENCE,
     TRACKER,
-    CheckpointStore,
     folder_name,
     missing_part,
     read_facts,
 )
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.remote.store import RemoteStore
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.metrics.number_format import counted, with_prefix

@@ -7,7 +7,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder
 from megatron_wrap.checkpoint.remote.store import fetch_newest, fetch_one, is_one
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.located_errors import refuse
@@ -74,7 +74,7 @@ def _with_load(config: RunConfig) -> RunConfig:
         return config
     folder = _cached(url)
     try:
-        if save is not None and CheckpointStore(save).latest() is not None:
+        if save is not None and CheckpointFolder(save).latest() is not None:
             folder.mkdir(parents=True, exist_ok=True)  # the run resumes, and reads no other checkpoint
         else:
             folder = local_checkpoints(url, config.checkpoint.resume == "strict")

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from megatron_wrap.bridge.export.adapted import adapter_folder, adapter_lines, layers_with_adapters
 from megatron_wrap.bridge.export.frozen import check_frozen
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
-from megatron_wrap.checkpoint.files.store import read_facts
+from megatron_wrap.checkpoint.files.complete_checkpoints import read_facts
 from megatron_wrap.checkpoint.precheck import (
     check_checkpoints,
     check_resumption,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.checkpoint.files.store import TRACKER, CheckpointStore, free_bytes, read_facts
+from megatron_wrap.checkpoint.files.complete_checkpoints import TRACKER, CheckpointFolder, free_bytes, read_facts
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.hugging_face import NotDownloaded, resolve_folder
 from megatron_wrap.config.schema.derived import saves_adapter_alone
@@ -40,7 +40,7 @@ def tracker(subject: Subject) -> Iterator[Finding]:
     """Whether the newest checkpoint is the one that the tracker names."""
     assert subject.config is not None
     assert subject.config.train.save is not None
-    store = CheckpointStore(subject.config.train.save)
+    store = CheckpointFolder(subject.config.train.save)
     tracked, latest = store.tracked(), store.latest()
     complete = store.iterations()
     if tracked is None or tracked == "release":
@@ -90,7 +90,7 @@ def free_space(subject: Subject) -> Iterator[Finding]:
 
 def checkpoint_bytes(config: RunConfig) -> int | None:
     """Size of the newest checkpoint of the run, else at least that of its first one; None: not known."""
-    store = CheckpointStore(config.train.save or ".")
+    store = CheckpointFolder(config.train.save or ".")
     latest = store.latest()
     sizes = {} if latest is None else read_facts(store.find(latest) or Path()).get("files", {})
     if sizes:

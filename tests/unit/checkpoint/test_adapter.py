@@ -11,7 +11,7 @@ import pytest
 
 from megatron_wrap.bridge.export.adapted import layers_with_adapters
 from megatron_wrap.checkpoint.adapter import base_facts, check_adapter
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.precheck import check_checkpoints
 from megatron_wrap.config import load_run_config, write_resolved
 from megatron_wrap.errors import CheckpointError, ConfigError

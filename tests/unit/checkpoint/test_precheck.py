@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
 from megatron_wrap.config import RunConfig, load_resolved, load_run_config, write_resolved
 from megatron_wrap.errors import CheckpointError

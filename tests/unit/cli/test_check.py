@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config, write_resolved
 from megatron_wrap.core import MegatronWrap

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.checkpoint.files.store import MANIFEST, CheckpointStore
+from megatron_wrap.checkpoint.files.complete_checkpoints import MANIFEST
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.cli.main import main
 
 Shown = Callable[..., list[str]]

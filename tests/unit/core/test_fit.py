@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron_wrap.checkpoint.files.store import CheckpointStore
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.engine.state.state import BestEvaluation, Progress
 from megatron_wrap.errors import ConfigError

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.checkpoint.files.store import TRACKER, CheckpointStore
+from megatron_wrap.checkpoint.files.complete_checkpoints import TRACKER
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import PlatformError

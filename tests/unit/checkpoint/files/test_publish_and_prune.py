@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.checkpoint.files import hashes
-from megatron_wrap.checkpoint.files.store import MANIFEST, TRACKER, CheckpointStore, missing_part, read_facts
+from megatron_wrap.checkpoint.files.complete_checkpoints import MANIFEST, TRACKER, missing_part, read_facts
+from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 
 
 def fill(folder: Path, text: str = "tensors") -> Path:
