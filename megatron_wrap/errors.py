@@ -159,6 +159,7 @@ class TrainingError(MegatronWrapError):
 
 
 class ProcessError(TrainingError):
-    """A process of a run has died or was stopped from outside: no mistake of the user, the same command may go on."""
+    """A process of a run has died or was stopped from outside: not a mistake of the user; the same command may
+    continue the run."""
 
     exit_code = 1

@@ -64,8 +64,8 @@ def _without_nested(values: Any, name: str, secrets: list[str]) -> Any:
 
 
 def _known() -> list[str]:
-    """The secrets of the environment and of the configurations, longest first; read once for all
-    values of a configuration, which are hundreds."""
+    """The secrets of the environment and of the configurations, longest first; read once for the hundreds of values of
+    a configuration."""
     known = {part for name, value in os.environ.items() if _is_secret(name, value) for part in _searched(value)}
     return sorted(known | _of_configurations, key=len, reverse=True)
 
@@ -77,7 +77,7 @@ def _without(text: str, secrets: list[str]) -> str:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """A special token of a tokenizer, such as `eos_token: <|end|>`, is none."""
+    """A special token of a tokenizer, such as `eos_token: <|end|>`, is not a secret."""
     if not isinstance(value, str) or len(value) < _SHORTEST or value.startswith(("<", "[")):
         return False
     return SECRET_NAME.search(name) is not None

@@ -127,7 +127,7 @@ def _keys(config: str, root: Folder) -> dict[str, set[str]]:
 
 
 def _values(root: Folder, section: str, key: str) -> list[str]:
-    """The values of a key, as far as it has few."""
+    """The values of a key that has few."""
     if key == SELECT:
         selection = root.sections().get(section)
         return list(selection.entries) if isinstance(selection, Folder) else []

@@ -33,7 +33,7 @@ _PROCESSES = 2
 _MEETING_SECONDS = 60.0
 """For the other nodes to begin."""
 _ANSWERS, _REPORT = "answers.json", "report.json"
-"""Files by which the command and the processes that it starts exchange what they know."""
+"""Files through which the command and the processes that it starts exchange their results."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

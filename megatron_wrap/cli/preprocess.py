@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser, required=False)
     parser.add_argument("--tokenizer", "--tokenizer-model", metavar="FOLDER", help="Hugging Face folder or hub id")
     parser.add_argument(
-        "--tokenizer-type", metavar="TYPE", help="HuggingFaceTokenizer, if given: commands of Megatron-LM have it"
+        "--tokenizer-type", metavar="TYPE", help="accepted from commands of Megatron-LM; only HuggingFaceTokenizer"
     )
     parser.add_argument(
         "--output-prefix", metavar="PREFIX", required=True, help="writes PREFIX_KEY_document.bin and .idx"
@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes; the files do not depend on it (default: one per core)",
     )
     parser.add_argument(
-        "--partitions", type=count, default=1, metavar="N", help="deal documents to N parts in turn (default: 1)"
+        "--partitions",
+        type=count,
+        default=1,
+        metavar="N",
+        help="distribute documents round-robin over N parts (default: 1)",
     )
     parser.add_argument(
         "--keep-sequential-samples", action="store_true", help="keep the input's order in spite of --partitions"

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     program = Program((arguments.config, *arguments.overrides), own_script)
     launch = launch_of(config, arguments, command, program, saves_on_signals=True)
     launcher = launcher_of(config, arguments)
-    # a job of Slurm sees the files with which the command that submitted it has validated the run
+    # the command that submitted a job of Slurm has validated the run, with the same files
     if not arguments.dry_run and os.environ.get(LAUNCHED_BY) != "slurm":
         world_size = launcher.world_size(launch)
         validation = partial(validate, config, world_size, own_script is not None, has_files)

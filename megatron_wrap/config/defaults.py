@@ -26,9 +26,9 @@ GRAPHS = "arch.cuda_graph_impl"
 _HIDING_ELEMENTS = 2**24
 """Tokens of a micro-batch times the hidden size, for each tensor-parallel process, from which torch's layers without
 CUDA graphs overlap communication with their products: the smallest size that was measured to gain by it, 53,673
-tokens/s per GPU beside 51,450 in a call before (two H200s, 2026-11-26, `scripts/benchmark/gpu_two.sh`, 1.5B Llama, TP
-2, 4 x 4,096 tokens, hidden size 2,048, bf16). With half of the tokens the layers wait for Python, which queues more
-kernels for it: 4.7 ms beside 3.9 (`scripts/benchmark/hidden_layers.py`)."""
+tokens/s per GPU compared with 51,450 in an earlier call (two H200s, 2026-11-26, `scripts/benchmark/gpu_two.sh`, 1.5B
+Llama, TP 2, 4 x 4,096 tokens, hidden size 2,048, bf16). With half of the tokens the layers wait for Python, which
+queues more kernels for it: 4.7 ms instead of 3.9 (`scripts/benchmark/hidden_layers.py`)."""
 _GRAPHS_FROM = (0, 19)
 """The Megatron-Core with which CUDA graphs of layers were measured."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -130,7 +130,7 @@ def all_choices(config: RunConfig, machine: Machine, shards: int, connections: s
 
 
 def layers_choice(config: RunConfig) -> str:
-    """`transformer_impl`; beside torch's layers an adapter is as fast, so only FP8 takes Transformer Engine for it."""
+    """`transformer_impl`; an adapter is as fast with torch's layers, so only FP8 selects Transformer Engine for it."""
     without_fp8 = config.adapter.adapter_type != "none" and fp8_settings(config) is None
     return "torch" if config.arch.transformer_impl == "auto" and without_fp8 else config.arch.transformer_impl
 
@@ -297,7 +297,7 @@ def _fused_clipping(config: RunConfig, machine: Machine) -> tuple[bool, str, boo
     if optimizer.optimizer != "adam" or optimizer.use_precision_aware_optimizer:
         return False, "only Adam with fp32 states has it", True
     if optimizer.clip_grad == 0 or not (machine.platform == "cuda" and machine.triton):
-        return False, "it spares a GPU a pass over the gradients, by a kernel in Triton", False
+        return False, "it saves a pass over the gradients only on a GPU with Triton", False
     return True, "Adam multiplies gradients by the clipping factor as it reads them", False
 
 
@@ -307,7 +307,7 @@ def _hidden_communication(config: RunConfig, machine: Machine) -> tuple[bool, st
     if not derived.sequence_parallel(parallel):
         return False, "it hides the communication of sequence parallelism", True
     if config.arch.multi_latent_attention or config.adapter.adapter_type != "none":
-        return False, "latent attention and adapters have no layers with it", True
+        return False, "latent attention and adapters do not support it", True
     if machine.platform == "cpu":
         return False, "on the CPU gloo and the products share the cores", False
     if has_transformer_engine_layers(config, machine):

@@ -17,7 +17,7 @@ from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, closest, did_you_mean
 
 _COMMENT = re.compile(r"""(?:'[^']*'|"[^"]*"|(?<!\s)#|[^'"#])+(?<=\s)#\s*(\S.*)""")
-"""A line of YAML with a comment after the value; `#` in quotes, or not after a space, begins none."""
+"""A line of YAML with a comment after the value; `#` in quotes, or not after a space, does not begin one."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class BestCheckpoint:
         """Compare an evaluation with the best one so far, and save a better one. Collective.
 
         Args:
-            metrics: of `evaluate`, at the current iteration; that before the first step does not count.
+            metrics: of `evaluate`, at the current iteration; an evaluation before the first step does not count.
 
         Raises:
             ConfigError: the evaluation has no metric `best_metric`.

@@ -40,7 +40,7 @@ class RunTraining:
         self._stop: StopRequests | None = None
 
     def stop_on(self, requests: StopRequests) -> None:
-        """End the run after the step in which a process knows of a request."""
+        """End the run after the step in which any process has received a request to stop."""
         self._stop, self._state.stop_requested = requests, requests.pending
 
     def train(self, batch: Sequence[Any] | None) -> dict[str, float]:

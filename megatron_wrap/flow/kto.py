@@ -49,9 +49,9 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
         """kto, or APO-zero of single answers (arXiv:2408.06266), whose z is 0."""
         desirable_weight: float = key(1.0, at_least=0)
-        """Factor of the loss of desirable answers. It is no weight in the mean."""
+        """Factor of the loss of desirable answers, not a weight in the mean."""
         undesirable_weight: float = key(1.0, at_least=0)
-        """Factor of the loss of undesirable answers. It is no weight in the mean."""
+        """Factor of the loss of undesirable answers, not a weight in the mean."""
 
     supports_packing = True
     console_metrics = ("rewards/margins", "kl", "truncated_samples")

@@ -27,7 +27,7 @@ _MAX_FAILURES = 3
 """Restarts after failures of workers, as of `trainer`."""
 _PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 """Ray's process that announces a preemption to workers; off unless set. No worker reads the announcement, its
-start takes time from theirs, and without it Ray counts a preemption that has come as one."""
+start takes time from theirs, and without it Ray still counts a preemption that has happened as one."""
 _STORE_BYTES = 200 * 2**20
 """Object store of a cluster that is started for one run, which puts nothing into it."""
 

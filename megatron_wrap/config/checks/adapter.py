@@ -52,10 +52,10 @@ def check_adapter(config: RunConfig) -> None:
 def _check_quantized(config: RunConfig) -> None:
     kind = config.adapter.base_weights
     if config.adapter.keep_base:
-        text = f"checkpoints cannot contain weights in {kind}, which are made of those of hf_path; write false"
+        text = f"checkpoints cannot contain weights in {kind}, which are quantized from those of hf_path; write false"
         refuse(config, ["adapter.keep_base"], text)
     if config.model_provider.hf_path is None and config.train.save is not None:
-        text = f"weights in {kind} are made of those of a Hugging Face folder, which a resumed run needs; set hf_path"
+        text = f"weights in {kind} are quantized from a Hugging Face folder, which a resumed run needs; set hf_path"
         refuse(config, ["adapter.base_weights", "model_provider.hf_path"], text)
 
 

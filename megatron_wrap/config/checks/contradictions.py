@@ -24,9 +24,9 @@ class Need:
     when: Any = None
     """The value, or the range of values, of `key` that needs `other`; None: all but its default, null and false."""
     remedy: str = ""
-    """How to set `other`, where the key alone does not tell."""
+    """How to set `other`, where its name and values do not say it."""
     reason: str = ""
-    """Why, where the keys alone do not tell."""
+    """The reason, where the keys alone do not explain it."""
 
     def is_met_by(self, value: Any) -> bool:
         """Whether a value of `other` is what `key` needs."""
@@ -210,7 +210,7 @@ def check_needs(config: RunConfig) -> None:
     """Check `NEEDS`.
 
     Raises:
-        ConfigError, LayoutError: a key is set, and the other has not the value that it needs.
+        ConfigError, LayoutError: a key is set, and the other does not have the value that it needs.
     """
     mistakes = Mistakes()
     for need in NEEDS:

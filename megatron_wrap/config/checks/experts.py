@@ -109,7 +109,7 @@ def _check_replay(config: RunConfig) -> None:
         rule = f"true selects experts within a kernel, which replays no routing; write false for router_replay {mode}"
         refuse(config, ["arch.moe_router_fusion", "train.router_replay"], rule)
     if arch.moe_router_load_balancing_type == "sinkhorn":
-        rule = f"sinkhorn has a selection of its own, which replays no routing; choose another type for {mode}"
+        rule = f"sinkhorn selects experts itself and replays no routing; choose another type for {mode}"
         refuse(config, ["arch.moe_router_load_balancing_type", "train.router_replay"], rule)
 
 

@@ -110,7 +110,7 @@ def _check_interleaving(config: RunConfig, data_parallel: int, global_batch_size
 
 def _check_graphs(config: RunConfig) -> None:
     """CUDA graphs of layers have constant shapes. Those of other implementations are captured by Megatron-LM's loop,
-    and would be missing here without a word."""
+    and would silently be missing here."""
     upstream = config.arch.upstream
     implementation = upstream.get("cuda_graph_impl", "none")
     if implementation not in ("none", "local"):

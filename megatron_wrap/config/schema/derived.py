@@ -1,4 +1,4 @@
-"""Values that follow from a configuration; nothing here refuses any."""
+"""Values that follow from a configuration; nothing here validates them."""
 
 import ast
 import math

@@ -220,7 +220,7 @@ class ArchConfig:
     """Coefficient of the mean of these layers' losses, which are the metrics mtp_1_loss, mtp_2_loss, ...; 0: the layers
     are neither computed nor trained, and are saved and exported unchanged."""
     experts_impl: Literal["auto", "grouped_mm", "transformer_engine", "sequential"] = "auto"
-    """How the experts of a process are computed: in one grouped product of torch (on CPUs, too), by Transformer Engine
+    """How the experts of a process are computed: in one grouped product of torch (also on CPUs), by Transformer Engine
     (needed for FP8), or one after the other; auto: grouped_mm without FP8, from torch 2.11."""
     moe_grouped_gemm: bool | None = None
     """The older form of experts_impl: true is transformer_engine, false sequential; null: experts_impl decides."""
@@ -258,8 +258,8 @@ class ParallelConfig:
     tp_comm_overlap: bool | None = None
     """Overlap the communication of tensor and sequence parallelism with the products of linear layers. Transformer
     Engine's layers: user buffers, for samples of a fixed length (UB_SKIPMC=1 in the environment: without multicast).
-    torch's layers: the product with the own share while the others arrive. No effect without tensor parallelism. null:
-    on for torch's layers on GPUs, in half precision, with CUDA graphs or micro-batches that are large enough."""
+    torch's layers: the product with a process's share while the others arrive. No effect without tensor parallelism.
+    null: on for torch's layers on GPUs, in half precision, with CUDA graphs or micro-batches that are large enough."""
     num_layers_per_virtual_pipeline_stage: int | None = key(None, at_least=1)
     """Layers in each model chunk of an interleaved pipeline (VPP); null: one chunk a stage."""
     virtual_pipeline_model_parallel_size: int | None = key(None, at_least=1)
@@ -361,11 +361,11 @@ class AdapterConfig:
     """Further adapters of the same base, frozen: name -> folder of peft. wrap.adapter(NAME) computes with one of them,
     and models.reference: {adapter: NAME} takes it as the reference. null: none."""
     base_weights: Literal["bf16", "fp8", "nf4"] = "bf16"
-    """How the frozen weights of linear layers are kept: bf16 in the run's dtype; fp8 and nf4 quantized (QLoRA,
-    arXiv:2305.14314), each layer's computed when it needs them. nf4 needs torchao (megatron-wrap[qlora])."""
+    """How the frozen weights of linear layers are stored: bf16 in the run's dtype; fp8 and nf4 quantized (QLoRA,
+    arXiv:2305.14314), and dequantized layer by layer when needed. nf4 needs torchao (megatron-wrap[qlora])."""
     base_digest: Literal["headers", "weights"] = "headers"
-    """What of hf_path a checkpoint of the adapter alone records, and a resumed run compares: config.json and the names,
-    sizes and headers of the weight files; weights: their contents as well, which are read for it."""
+    """What a checkpoint of the adapter alone records of hf_path, and a resumed run compares. headers: config.json and
+    the names, sizes and headers of the weight files; weights: also their contents, which are read for it."""
     keep_base: bool = False
     """Save the frozen weights with each checkpoint; false: only the adapter, if the frozen weights are those of
     model_provider.hf_path."""

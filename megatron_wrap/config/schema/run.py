@@ -43,10 +43,9 @@ class InitConfig:
     distributed_timeout_minutes: float = key(10.0, above=0)
     """Minutes after which an unfinished collective ends the run."""
     stopped_process_seconds: float | None = key(60.0, at_least=5, null_means_off=True)
-    """`megatron-wrap train` ends a run if one of its processes on this node gave no sign of life for N seconds, because
-    it is stopped, or if none of them made progress in a step for N seconds, and names the one that the others wait for;
-    without progress also ten times the longest earlier pause must have passed, and ten minutes in the first steps and
-    while data are read. null: never."""
+    """`megatron-wrap train` ends a run if a process on this node gives no sign of life for N seconds, because it is
+    stopped, or if none makes progress in a step for N seconds and for ten times the longest earlier pause (ten minutes
+    in the first steps and while data are read); it names the process that the others wait for. null: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +98,7 @@ class LoggerConfig:
     """Every N iterations compare the times of the processes' forward passes, and log a warning that names the slowest
     one and its host if it is slower than the others by straggler_factor; null: never."""
     straggler_factor: float = key(1.5, above=1)
-    """Of the median of the others of its pipeline stage, from which on a process counts as slow."""
+    """Multiple of the median of the others of its pipeline stage from which on a process counts as slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,17 +189,18 @@ class BadStepsConfig:
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
     """A step whose loss or gradient is not finite. stop: end the run with the cause, before the weights change. skip:
     leave the weights as they are, count the step and warn with the cause. rollback: load the newest checkpoint in
-    train.common.save, and train from it without the samples of the step. An overflow under fp16's loss scale is none.
+    train.common.save, and train from it without the samples of the step. An overflow under fp16's loss scale is
+    not a bad step.
     """
     max_in_a_row: int = key(5, at_least=1)
     """Number of such steps in a row that ends the run in spite of skip."""
     max_rollbacks: int = key(3, at_least=1)
     """Rollbacks of a run; the next bad step ends it in spite of rollback."""
     spike_threshold: float | None = key(None, above=0, null_means_off=True)
-    """A loss that is this number of robust standard deviations above the median of the last spike_window losses is a
-    bad step, too, such as 20; null: none is."""
+    """A loss that is this number of robust standard deviations, such as 20, above the median of the last spike_window
+    losses is also a bad step; null: no loss is."""
     spike_window: int = key(100, at_least=10)
-    """Losses that a spike is compared with; before there are so many, none is one."""
+    """Losses that a spike is compared with; until there are that many, no loss is a spike."""
     max_without_loss: int = key(10, at_least=1)
     """Number of batches in a row without a trained token that ends the run; those before are skipped. 1: the first
     one."""

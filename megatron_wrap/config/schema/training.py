@@ -83,10 +83,10 @@ class TrainConfig:
     embeddings in training (NEFTune, arXiv:2310.05914); 5 is usual. null: none."""
     router_replay: Literal["disabled", "R2", "R3"] = "disabled"
     """Training routes each token to the experts in its sample's routed_experts. R2: those of the policy's own forward
-    pass, which wrap.forward then returns. R3: those of the rollout engine, in wrap.forward, too (arXiv:2510.11370)."""
+    pass, which wrap.forward then returns. R3: those of the rollout engine, also in wrap.forward (arXiv:2510.11370)."""
     check_for_nan_in_loss_and_grad: bool = True
-    """Refuse a step whose loss or gradient is not finite, before the weights change; megatron_wrap.bad_steps has what
-    follows."""
+    """Refuse a step whose loss or gradient is not finite, before the weights change; megatron_wrap.bad_steps defines
+    what follows."""
     check_weight_hash_across_dp_replicas_interval: int | None = key(None, at_least=1, null_means_off=True)
     """Every N iterations, compare checksums of the weights of all processes that have copies of the same ones, and end
     the run before a save if copies differ; null: never."""
@@ -159,9 +159,9 @@ class OptimConfig:
     """Steps of muon's Newton-Schulz iteration."""
     muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """Factor of muon's learning rate for a matrix [A, B], as in torch.optim.Muon: original: sqrt(max(1, A / B));
-    match_rms_adamw: 0.2 sqrt(max(A, B)), so that lr and weight_decay of AdamW are right for muon, too."""
+    match_rms_adamw: 0.2 sqrt(max(A, B)), so that lr and weight_decay of AdamW also suit muon."""
     muon_split_qkv: bool = True
-    """Orthogonalize the projections of queries, keys and values each on its own; false: as one matrix."""
+    """Orthogonalize the projections of queries, keys and values separately; false: as one matrix."""
     muon_ns_dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision of muon's iteration; torch.optim.Muon has bf16."""
     use_precision_aware_optimizer: bool = False

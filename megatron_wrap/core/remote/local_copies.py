@@ -18,9 +18,9 @@ from megatron_wrap.remote.files import cache_folder, fetch_file, is_remote
 
 
 def with_local_copies(config: RunConfig) -> RunConfig:
-    """The configuration with local paths for remote ones: of `save` its staging folder, of `load` and of data files a
-    copy in the cache. What is not there is downloaded, of checkpoints the newest one that is what was saved; several
-    processes of a machine download once. The resolved configuration keeps the URLs.
+    """The configuration with local paths instead of remote ones: for `save` its staging folder, for `load` and data
+    files a copy in the cache. Missing copies are downloaded, of a checkpoint folder the newest undamaged checkpoint;
+    several processes of a machine download once. The resolved configuration keeps the URLs.
 
     Raises:
         ConfigError: a URL cannot be used. CheckpointError, DataError: what it names cannot be read.
@@ -32,7 +32,7 @@ def local_checkpoints(url: str, strict: bool = False) -> Path:
     """The local copy of a remote checkpoint folder, with its newest checkpoint, or of one checkpoint.
 
     Raises:
-        ConfigError: the URL cannot be used. CheckpointError: there is no checkpoint that is what was saved.
+        ConfigError: the URL cannot be used. CheckpointError: there is no undamaged checkpoint.
     """
     folder = _cached(url)
     if is_one(url):

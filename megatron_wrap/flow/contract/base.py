@@ -27,8 +27,8 @@ from megatron_wrap.metrics.metric import Metric
 STEP_PREFIX = "step_"
 """Prefix of the statistics of the whole step among the loss inputs."""
 SEQUENCE_LENGTHS = "sequence_lengths"
-"""Loss input of a packed micro-batch: [N + 1] int64, this context-parallel rank's tokens of each of the N sequences and
-of the row's padding, in the order of the row. An unpacked micro-batch does not have it."""
+"""Loss input of a packed micro-batch: [N + 1] int64, the numbers of this context-parallel rank's tokens in each of the
+N sequences and in the row's padding, in the order of the row. An unpacked micro-batch does not have it."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +90,7 @@ class FlowContext:
     collation: Collation = field(default_factory=Collation)
     """The collation in progress."""
     routing: RoutingShape | None = None
-    """With `router_replay`: what a recorded routing of the model has."""
+    """With `router_replay`: the layers and experts of a recorded routing."""
     prediction: MultiTokenPrediction | None = None
     """With `mtp_num_layers`: the layers whose losses are added to the flow's."""
 
@@ -252,9 +252,8 @@ class MegatronWrapTrainingFlowBase(ABC):
     def calculate_reference_outputs(
         self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor
     ) -> dict[str, Tensor]:
-        """Named tensors that the loss inputs contain of the forward pass of the reference model (or the teacher) over
-        this micro-batch, as this rank's shards, without a graph. Default: `calculate_outputs`, which `precompute`
-        stores."""
+        """Named tensors that the forward pass of the reference or teacher model over this micro-batch adds to the loss
+        inputs, as this rank's shards, without a graph. Default: `calculate_outputs`, which `precompute` stores."""
         return self.calculate_outputs(loss_inputs, model_forward_output)
 
     def get_step_samples(self, samples: Sequence[Any]) -> Sequence[Any] | None:

@@ -1,4 +1,4 @@
-"""In place of a flow, for a run that only uses a trained model: it exports, generates or scores."""
+"""Replaces the flow in a run that only uses a trained model: one that exports, generates or scores."""
 
 from __future__ import annotations
 

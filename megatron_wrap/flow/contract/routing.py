@@ -14,12 +14,12 @@ from megatron_wrap.errors import DataError
 ROUTED_EXPERTS = "routed_experts"
 """Key of a sample, of its outputs, and of a micro-batch's model inputs."""
 NOT_RECORDED = -1
-"""In place of the experts of a token whose own router decides."""
+"""Index instead of an expert, for a token whose experts the router selects."""
 
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What a recorded routing of a model has."""
+    """The layers and experts of a recorded routing."""
 
     layers: tuple[int, ...]
     """Indices of the layers with experts."""

@@ -33,7 +33,7 @@ class GRPOConfig(MegatronWrapGPTModelTextFlow.Config):
     clip_ratio_c: float | None = key(None, above=1)
     """Dual clip: where the advantage A is negative, the loss is at most -clip_ratio_c * A. null: none."""
     cispo_range: Literal["cap", "interval"] = "cap"
-    """Range of cispo's weights: cap, up to epsilon_high itself (trl, which must be set); interval, from 1 - epsilon to
+    """Range of cispo's weights: cap, up to epsilon_high itself, which must be set (trl); interval, from 1 - epsilon to
     1 + epsilon_high (verl, NeMo-RL)."""
     sapo_temperature_pos: float = key(1.0, above=0)
     """Temperature of sapo's gate for positive advantages."""

@@ -199,7 +199,7 @@ def follow(job: SubmittedJob) -> int:
     for a job that Slurm ended.
 
     Raises:
-        PlatformError: Slurm's controller does not answer. KeyboardInterrupt: Ctrl-C; the job goes on.
+        PlatformError: Slurm's controller does not answer. KeyboardInterrupt: Ctrl-C; the job continues.
     """
     shown: dict[Path, int] = {}
     state, asked = JobState(""), 0.0
@@ -215,7 +215,7 @@ def follow(job: SubmittedJob) -> int:
             time.sleep(_FOLLOW_SECONDS)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"job {job.id} goes on; megatron-wrap jobs --follow {job.id} follows it, --cancel {job.id} stops it"
+            f"job {job.id} continues; megatron-wrap jobs --follow {job.id} follows it, --cancel {job.id} stops it"
         ) from None
     _show(job, shown)
     if state.exit_code is not None:

@@ -53,6 +53,6 @@ class KubernetesConfig:
     pod: Mapping[str, Any] = key({})
     """Further fields of the pods' specification, such as {priorityClassName: high, serviceAccountName: trainer}."""
     max_restarts: int = key(3, at_least=0)
-    """Restarts of all pods after failures; not counted are evictions and runs that were stopped after a save."""
+    """Restarts of all pods after failures; evictions and runs that were stopped after a save are not counted."""
     termination_grace_seconds: int | None = key(None, at_least=1)
     """Seconds after SIGTERM until a pod is killed; null: 30 more than stop_within_seconds, 600 without it."""

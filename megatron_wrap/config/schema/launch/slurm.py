@@ -52,4 +52,4 @@ class SlurmConfig:
     requeue: bool = True
     """Queue the job again after the run was asked to save and end, and after the failure of a node; it resumes."""
     max_restarts: int = key(3, at_least=0)
-    """Times that the job is queued again after other failures, which are no mistake of the user (exit code 2)."""
+    """Times that the job is queued again after other failures; never after exit code 2, a mistake of the user."""

@@ -64,7 +64,7 @@ def test_routing_of_another_model_is_refused(routing: Any, named: str) -> None:
                 "megatron_lm.model.arch.num_experts=4",
                 "megatron_lm.model.arch.moe_router_load_balancing_type=sinkhorn",
             ],
-            "sinkhorn has a selection of its own",
+            "sinkhorn selects experts itself",
         ),
     ],
 )
