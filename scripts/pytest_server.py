@@ -1,7 +1,7 @@
 """Runs of pytest, each in a process forked from one that has imported what the tests import: torch, Megatron-Core, trl
 and peft take ten seconds of a processor, which each part of scripts/run_tests.sh would spend.
 
-    python scripts/pytest_server.py serve SOCKET [modules to import, too]     until it is ended
+    python scripts/pytest_server.py serve SOCKET [further modules to import]     until it is ended
     python scripts/pytest_server.py run SOCKET [pytest arguments]
 """
 

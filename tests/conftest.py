@@ -69,7 +69,7 @@ def _no_transformers_in_a_fast_run(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True, scope="session")
 def _no_process_group_here(request: pytest.FixtureRequest) -> Any:
     """Tests fork processes from this one. A process group starts a thread, and what the group leaves to the garbage
-    collector joins it; in a process forked meanwhile there is no such thread, and a collection there waits for ever."""
+    collector joins it; in a process forked meanwhile there is no such thread, and a collection there waits forever."""
     here, fast = os.getpid(), request.config.getoption("fast")
     real = torch.distributed.init_process_group
 

@@ -1,4 +1,4 @@
-"""Saves that other processes write while the run trains on, at most one at a time.
+"""Saves that other processes write while the run continues to train, at most one at a time.
 
 A save of `wrap.save` copies the state of each rank to host memory and returns. Then, without communication between the
 ranks: the writer process of each rank writes, flushes and hashes its files, and at last a record of them in the hidden
@@ -34,7 +34,7 @@ from megatron_wrap.utils.dist_logger import logger
 
 _POLL_SECONDS = 0.02
 _LOST_SECONDS = 10.0
-"""After which a rank that ends no longer waits for others whose files do not change: they were killed."""
+"""Seconds after which an ending rank no longer waits for others whose files do not change: they were killed."""
 _KEY = "megatron_wrap/save"
 
 

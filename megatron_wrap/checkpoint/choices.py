@@ -71,7 +71,7 @@ def _saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> tuple[dict[s
     values = {name: value for name in names if isinstance(value := saved.value(name), bool | str)}
     if not has_layout:
         return values, None, None
-    # a checkpoint that is older than these choices: even stages; the key stood in the architecture, p2p without it
+    # a checkpoint older than these choices has even stages, and cp_comm_type, by default p2p, in its architecture
     even = even_layout(config.arch.num_layers, config.parallel.pipeline_model_parallel_size, layout["virtual"] or 1)
     split, exchange = saved.value(LAYOUT_KEY), saved.value(EXCHANGE_KEY) or saved.value("arch.cp_comm_type")
     split = split if isinstance(split, str) or even is None else str(even)

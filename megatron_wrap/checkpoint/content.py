@@ -57,7 +57,7 @@ def model_entries(
         base: with all parameters that are not part of an adapter, and the originals of those that are trained whole.
         adapter: with the factors of adapters and the parameters that are trained whole, a tensor for each layer.
 
-    FP8 scales of frozen layers change while the adapter is trained, so they are included without the base, too.
+    FP8 scales of frozen layers change while the adapter is trained, so they are also included without the base.
     """
     metadata = {**_metadata(parallel), **({"non_homogeneous_layers": True} if tensor_per_layer else {})}
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]

@@ -89,7 +89,7 @@ class RunCheckpoints:
             last = derived.train_iters(state.config)
             if resumed_from >= last and not weights_only:
                 logger.info_rank_0(
-                    f"the run is finished: nothing is left to train after iteration {last}; to go on, raise "
+                    f"the run is finished: nothing is left to train after iteration {last}; to continue, raise "
                     f"{_length_key(state.config)}"
                 )
         elif train.load is not None:
@@ -112,7 +112,7 @@ class RunCheckpoints:
         self._load_newest(store, weights_only=False)
 
     def _load_newest(self, store: CheckpointStore, weights_only: bool) -> bool:
-        """`load` of the newest checkpoint whose content is what was saved; newer ones are renamed."""
+        """`load` of the newest undamaged checkpoint; damaged newer ones are renamed."""
         if not weights_only:
             on_rank_0(lambda: self._set_all_aside(store, store.passed_over()))
             on_rank_0(lambda: _warn_of_newer(store))
@@ -314,7 +314,7 @@ class RunCheckpoints:
             if self._failed_saves == _MAX_FAILED_SAVES:
                 raise CheckpointError(f"{error}; this is the last of {_MAX_FAILED_SAVES} in a row") from error
             logger.warning_rank_0(
-                f"{error}; the run goes on, this is failure {self._failed_saves} of {_MAX_FAILED_SAVES} in a row"
+                f"{error}; the run continues, this is failure {self._failed_saves} of {_MAX_FAILED_SAVES} in a row"
             )
 
     def _prune_references(self, folder: str, keep: int | None) -> Callable[[], None] | None:

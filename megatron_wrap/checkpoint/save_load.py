@@ -402,7 +402,7 @@ def _check_remainders(saved: SavedContent, config: RunConfig) -> None:
     if saved.remainders is not None and saved.remainders != here:
         contains = "the 16 bits that bf16 weights lack" if saved.remainders else "the fp32 weights"
         raise CheckpointError(
-            f"{saved.path} contains {contains}, and this run would read the other of both; set "
+            f"{saved.path} contains {contains}, and this run would read the other of the two; set "
             f"{SECTION_PATHS['optimizer']}.use_precision_aware_optimizer and main_params_dtype as they were, "
             "or megatron_lm.train.common.no_load_optim: true to start a new optimizer from the weights"
         )

@@ -54,7 +54,7 @@ def write(sharded_state: dict[str, Any], folder: Path, group: Any) -> dict[str, 
     ranks.
 
     The files are written by threads of each rank. Megatron-Core's own writer forks processes for them, and a rank waits
-    for ever if one of these is killed.
+    forever if one of these is killed.
 
     Returns:
         Name -> hashes of all ranks' tensor files, as of `hash_files`.

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("eval needs lm-evaluation-harness; install it: pip install 'megatron-wrap[eval]'")
     if arguments.log_samples and not arguments.output:
-        raise ConfigError("eval: --log-samples writes into --output; give that, too")
+        raise ConfigError("eval: --log-samples writes into --output; also give --output")
     return run_on_processes(use_model, arguments)
 
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="distribute documents round-robin over N parts (default: 1)",
     )
     parser.add_argument(
-        "--keep-sequential-samples", action="store_true", help="keep the input's order in spite of --partitions"
+        "--keep-sequential-samples", action="store_true", help="keep the input's order despite --partitions"
     )
     parser.add_argument("--merge", nargs="+", metavar="PREFIX", help="merge pairs of files, or those of a folder")
 

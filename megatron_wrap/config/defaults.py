@@ -218,7 +218,7 @@ def with_choices(config: RunConfig, chosen: tuple[Choice, ...]) -> RunConfig:
 
 
 def _replaced(section: Any, keys: Mapping[str, Any]) -> Any:
-    """The section with these values; Megatron-Core's own keys stand in its `upstream`."""
+    """The section with these values; Megatron-Core's own keys are in its `upstream`."""
     names = {field.name for field in dataclasses.fields(section)}
     ours = {name: value for name, value in keys.items() if name in names}
     theirs = {name: value for name, value in keys.items() if name not in names}

@@ -74,7 +74,7 @@ def record_good_step(state: TrainingState, loss: float) -> None:
 
 def refuse_or_skip(state: TrainingState, step: OpenStep, loss: float, grad_norm: float) -> None:
     """Find the cause of a non-finite loss or gradient, or of a spike; refuse the step, or count it and warn, as
-    `megatron_wrap.bad_steps` says. Collective; all ranks decide alike.
+    `megatron_wrap.bad_steps` defines. Collective; all ranks decide alike.
 
     Args:
         step: its parameters are not updated.
@@ -93,7 +93,7 @@ def refuse_or_skip(state: TrainingState, step: OpenStep, loss: float, grad_norm:
         raise BadStep(problem, positions, {"loss": loss, "grad_norm": grad_norm})
     if in_a_row >= settings.max_in_a_row:
         raise TrainingError(
-            f"{problem}; nothing was updated; it is number {in_a_row} of such steps in a row, as many as end the run "
+            f"{problem}; nothing was updated; it is the last of {in_a_row} such steps in a row, which end the run "
             "(megatron_wrap.bad_steps.max_in_a_row); lower the learning rate, or inspect the batches"
         )
     logger.warning_rank_0(

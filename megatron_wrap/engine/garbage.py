@@ -20,4 +20,4 @@ def collected_at_end() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.collect(1)  # what the step has created; the older objects have their turn at the usual times
+        gc.collect(1)  # what the step has created; older objects are collected at the usual times

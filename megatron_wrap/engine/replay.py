@@ -135,7 +135,7 @@ def _largest_alone(state: TrainingState, step: OpenStep, samples: Sequence[Any],
 
 
 def _summed(state: TrainingState, losses: list[tuple[Key, float]]) -> dict[Key, float]:
-    """Losses by key, summed over all context-parallel ranks, and equal ones over all replicas. Collective."""
+    """Losses by key, summed over all context-parallel ranks, and those of equal keys over all replicas. Collective."""
     sums: dict[Key, float] = defaultdict(float)
     for of_rank in gather_objects(losses if state.parallel.counts_once else []):
         for key, value in of_rank:

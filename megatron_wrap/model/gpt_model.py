@@ -192,7 +192,7 @@ class BatchFirstGPTModel(GPTModel):
             return self._postprocess(hidden_states=states, input_ids=input_ids, position_ids=position_ids, **unused)
 
         hidden_states = self.decoder(hidden_states=prepared[0], **inputs)
-        of_next = logits(hidden_states)  # first: it waits for the gathered weight that a tied embedding has, too
+        of_next = logits(hidden_states)  # first: it waits for the gathered weight, which a tied embedding shares
         embedding = self._tied_embedding[0].train(self.training) if self._tied_embedding else self.embedding
         predicted = self.mtp_block(mtp_input_ids, position_ids, hidden_states, embedding, **inputs)
         return (of_next, *map(logits, predicted))

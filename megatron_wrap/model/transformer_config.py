@@ -93,7 +93,7 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
         _refuse_missing(fp8, platform, transformer_engine)
     config_class = _config_class(config.arch)
     virtual_size = derived.virtual_pipeline_size(config)
-    exchange = exchange_choice(config, transformer_engine)  # None, too, where training has decided it
+    exchange = exchange_choice(config, transformer_engine)  # also None where training has decided it
     settings: dict[str, Any] = {
         **_architecture(config.arch, config_class),
         **_yarn(config.arch),

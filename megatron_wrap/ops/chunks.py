@@ -55,7 +55,7 @@ def log_probs_of_loss(
         log_probs: (logits, ids) -> log-probabilities [B, S]; its backward may overwrite the logits
             where they have no soft cap.
         loss_gradient: [B, S], the derivative of the flow's `loss_sum`; None: not known. Another upstream gradient is
-            correct, too: the difference is passed back by computing the logits again.
+            also correct: the difference is passed back by computing the logits again.
     """
     known = None
     if torch.is_grad_enabled() and loss_gradient is not None and logits.loss_factor is not None:

@@ -47,7 +47,7 @@ def token_log_probs(
         group: the tensor-parallel group; default: the current layout's.
         loss_gradient: [B, S], the derivative of the flow's `loss_sum` with respect to the result, if it is known
             beforehand: with logits that are not stored their gradient is then computed in the forward pass, which saves
-            computing them again in the backward pass. Another upstream gradient is correct, too, and slower.
+            computing them again in the backward pass. Another upstream gradient is also correct, and slower.
 
     Returns:
         [B, S], equal on every tensor-parallel rank.

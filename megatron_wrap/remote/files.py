@@ -198,8 +198,7 @@ def describe(error: BaseException) -> str:
 
 
 def _in_parallel(action: Callable[[str], None], names: Iterable[str]) -> None:
-    """Call `action` for each name in a few threads, which do not keep a program that ends from ending; raises the first
-    error once all have ended."""
+    """Call `action` for each name in a few daemon threads; raises the first error once all have ended."""
     left, lock = iter(list(names)), threading.Lock()
     errors: list[Exception] = []
 

@@ -31,7 +31,7 @@ def refuse_unwritable(files: str, path: Path) -> Iterator[None]:
 
 class ToleratedErrors:
     """Errors of running loggers, such as a full disk or a lost connection: the first of each is a warning, training
-    goes on, and each logger is called again in later steps."""
+    continues, and each logger is called again in later steps."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()

@@ -50,7 +50,7 @@ def main() -> None:
         if not torch.equal(on_device()[: len(expected)], expected):
             raise RuntimeError("other rows have arrived")
         report("symmetric memory, sizes on the device", on_device, rank)
-    except Exception as error:  # the experiment's result, too
+    except Exception as error:  # also a result of the experiment
         say(rank, {"way": "symmetric memory", "failed": repr(error)[:300]})
     torch.distributed.destroy_process_group()
 

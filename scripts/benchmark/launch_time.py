@@ -37,7 +37,7 @@ def command_of(launcher: str, config: str, overrides: Sequence[str]) -> list[str
 
 
 def first_step_seconds(launcher: str, config: str, folder: Path) -> float:
-    """Seconds from the start of the command to its first step; the run goes on to its end.
+    """Seconds from the start of the command to its first step; the run continues to its end.
 
     Raises:
         RuntimeError: the command fails, or no step comes.

@@ -81,7 +81,7 @@ def make(folder: Path, tiny: bool) -> None:
 
 
 class Phases:
-    """Seconds in functions of ours, without those in functions that they call and that are listed, too; of threads,
+    """Seconds in functions of ours, without those in functions that they call and that are also listed; of threads,
     their sum."""
 
     FUNCTIONS = {

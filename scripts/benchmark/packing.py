@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--budget", type=int, default=32768, help="max_tokens_per_micro_batch of the last way")
     parser.add_argument("--ways", default="padded,dynamic,packed,budget")
-    parser.add_argument("--profile", default="", help="ways whose GPU idle time is measured, too")
+    parser.add_argument("--profile", default="", help="ways whose GPU idle time is also measured")
     arguments = parser.parse_intermixed_args()
     train = "megatron_lm.train.common"
     size, micro = f"{train}.global_batch_size={arguments.global_batch_size}", f"{train}.micro_batch_size"

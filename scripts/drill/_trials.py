@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, names: Sequence[str], worker: Worker, scr
     for number in failed:
         print(f"WRONG: job {number} ended with {processes[number].exitcode}: {_tail(scratch / f'job{number}')}")
     if not failed and len(done.keys() & set(names)) < len(names):
-        print(f"{len(names) - len(done.keys() & set(names))} trials are left; the same command goes on")
+        print(f"{len(names) - len(done.keys() & set(names))} trials are left; the same command continues")
     return [done[name] for name in names if name in done] + [{"outcome": WRONG, "kind": "job"} for _ in failed]
 
 

@@ -39,7 +39,7 @@ def compare_layers(platform: str, dtype: str, accumulates: bool = False) -> dict
         parallel_state.initialize_model_parallel(dist.get_world_size())
         classes: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
         fused = {"_grad_accum_fusion_available": True, "fused_weight_gradient_mlp_cuda": WeightGradients}
-        with mock.patch.multiple(layers, create=True, **fused):  # on CPUs, too
+        with mock.patch.multiple(layers, create=True, **fused):  # also on CPUs
             of_theirs = _results(classes, here.device, getattr(torch, dtype), accumulates)
         classes = (GatheringColumnParallelLinear, ScatteringRowParallelLinear)
         with mock.patch.multiple(layers, create=True, **fused):

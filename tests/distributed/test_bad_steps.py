@@ -81,7 +81,7 @@ def test_bad_steps_in_a_row_end_the_run_and_a_good_one_begins_the_count_again(ra
     [results] = ranks(1).run(bad.in_a_row, keys, ("loss", "", "gradient", "loss", "loss", "", "loss"))
     assert results[:3] == ["1 of 1", "1 of 2", "2 of 3"]
     for refused in results[3:5]:
-        assert "number 2 of such steps in a row" in refused, refused
+        assert "the last of 2 such steps in a row" in refused, refused
         assert f"sample {bad.BAD} of a batch of 8" in refused
     assert results[5:] == ["2 of 4", "3 of 5"]
 

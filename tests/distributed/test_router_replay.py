@@ -84,7 +84,7 @@ MIXTRAL = (
 
 
 def test_grpo_replays_its_first_pass_in_several_updates(ranks) -> None:
-    """The routing of the first pass, which is that of the first update, is that of the second one, too."""
+    """The routing of the first pass, which is that of the first update, is also that of the second one."""
     (results,) = ranks(1).run(_replay_runs.several_updates, MIXTRAL, _grpo_runs.rollouts(_grpo_runs.BATCH))
     assert results["losses"][0] == results["plain_loss"]
     assert results["losses"][1] != results["losses"][0]

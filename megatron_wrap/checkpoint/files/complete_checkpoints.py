@@ -116,7 +116,8 @@ def folder_name(iteration: int) -> str:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Bytes that this user can write into the folder's file system; None if it does not tell. Quotas are not known."""
+    """Bytes that this user can write into the folder's file system; None if it does not report
+    them. Quotas are not known."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize if status.f_blocks else None
 

@@ -54,7 +54,7 @@ def _receive(pipe: Connection, jobs: queue.SimpleQueue[bytes], rank_process: int
 
 @contextlib.contextmanager
 def _alive(file: Path) -> Iterator[None]:
-    """In the block, the time of the file advances: an ending rank 0 waits for this process as long as it does."""
+    """In the block, the time of the file advances, which lets an ending rank 0 wait for this process."""
     ends = threading.Event()
 
     def touch() -> None:

@@ -164,8 +164,8 @@ class RemoteStore:
 def fetch_newest(
     url: str, folder: Path, strict: bool, below: int | None = None, keep_newer: bool = False
 ) -> int | None:
-    """Download the newest checkpoint of a remote folder that is what was saved, unless the local folder has it; one
-    process downloads, others wait.
+    """Download the newest undamaged checkpoint of a remote folder, unless the local folder has it; one process
+    downloads, others wait.
 
     Args:
         folder: local; becomes a checkpoint folder with this one as the newest.

@@ -96,7 +96,8 @@ class Uploads:
             logger.warning_rank_0(f"{state} {why}: that of iteration {droppable[0]} is dropped")
 
     def finish(self, minutes: float) -> None:
-        """Wait until all is sent, at most `minutes`; what is not is logged, and sent by the next start of the run."""
+        """Wait at most `minutes` until everything is sent; the rest is logged, and sent by the next start of the
+        run."""
         end, is_announced = time.monotonic() + 60 * minutes, False
         while self.waiting() or self._current is not None:
             if not is_announced and self.waiting():

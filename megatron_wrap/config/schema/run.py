@@ -165,7 +165,7 @@ class CheckpointConfig:
     time."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """stop: a save that fails ends the run. continue: a failed save of save_interval or best_metric is logged and the
-    run goes on, until the third in a row fails."""
+    run continues, until the third in a row fails."""
     staging_folder: str | None = None
     """Local folder of the checkpoints of a remote train.common.save (s3://, gs://, hf://), where they are written and
     wait for their upload; shared by all nodes. null: `checkpoints` in the output folder."""
@@ -193,9 +193,9 @@ class BadStepsConfig:
     not a bad step.
     """
     max_in_a_row: int = key(5, at_least=1)
-    """Number of such steps in a row that ends the run in spite of skip."""
+    """Number of such steps in a row that ends the run despite skip."""
     max_rollbacks: int = key(3, at_least=1)
-    """Rollbacks of a run; the next bad step ends it in spite of rollback."""
+    """Rollbacks of a run; the next bad step ends it despite rollback."""
     spike_threshold: float | None = key(None, above=0, null_means_off=True)
     """A loss that is this number of robust standard deviations, such as 20, above the median of the last spike_window
     losses is also a bad step; null: no loss is."""

@@ -18,9 +18,9 @@ MAX_CHARACTERS = 1 << 25
 MAX_RENDER_SECONDS = 30.0
 """Computing time of all renderings of one row, each of its turns included."""
 MAX_RENDER_BYTES = 1 << 29
-"""By which the process may grow meanwhile."""
+"""Bytes by which the process may grow during them."""
 MAX_STOPPED_IN_A_ROW = 5
-"""Renderings of a process that are stopped one after the other before the template is blamed instead of the rows."""
+"""Renderings of a process that are stopped in a row before the template is blamed instead of the rows."""
 _POLL_SECONDS = 0.1
 _IDLE_POLLS = 50
 _GROWTH_SECONDS = 0.05

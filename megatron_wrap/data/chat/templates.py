@@ -51,7 +51,7 @@ def bounded(work: Callable[[], Result]) -> Result:
     Raises:
         TemplateLimitError: it takes longer than MAX_RENDER_SECONDS of computing time, or more memory than
             MAX_RENDER_BYTES.
-        ConfigError: MAX_STOPPED_IN_A_ROW calls did so one after the other, so no row is at fault.
+        ConfigError: MAX_STOPPED_IN_A_ROW calls in a row did so, so no row is at fault.
     """
     try:
         return within_limits(work)
@@ -63,7 +63,7 @@ def bounded(work: Callable[[], Result]) -> Result:
         )
         count = limits.stopped_in_a_row()
         if count >= limits.MAX_STOPPED_IN_A_ROW:
-            raise ConfigError(f"{taken} each of {count} conversations, one after the other; correct it") from None
+            raise ConfigError(f"{taken} each of {count} conversations in a row; correct it") from None
         raise TemplateLimitError(f"{taken} this conversation; correct the template or the conversation") from None
 
 

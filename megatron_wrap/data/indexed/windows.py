@@ -91,8 +91,8 @@ class Windows:
 
 
 class IndexedStream(ShuffledRows):
-    """The training windows of a run in the order of Megatron-Core's index, which is shuffled already, again and again.
-    See `SampleStream`."""
+    """The training windows of a run in the order of Megatron-Core's index, which is shuffled already, repeated
+    endlessly. See `SampleStream`."""
 
     def __init__(self, windows: Windows) -> None:
         super().__init__(windows, seed=0, shuffle=False)

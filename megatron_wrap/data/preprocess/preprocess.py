@@ -35,17 +35,13 @@ class Preprocessing:
     """Inputs, outputs and settings; the names are those of Megatron-LM's preprocess_data.py.
 
     Attributes:
-        input: files, patterns and folders.
-        tokenizer: Hugging Face folder or hub id.
-        output_prefix: of the files PREFIX_KEY_document.bin and .idx.
-        json_keys: keys of JSON rows and columns of tables; each gets files of its own.
-        append_eod: add the tokenizer's eos token to the end of each document.
-        workers: processes that encode, at least 1; the files do not depend on it.
-        partitions: number of parts that documents are dealt to in turn; the files contain the parts concatenated.
-        keep_sequential_samples: keep the order of the input in spite of `partitions`.
-        max_documents: rows to read; None: all.
-        suffixes: endings of file names to take from folders and patterns.
-        text_unit: the unit of a document in files that are neither JSON nor tables.
+        input: files, patterns and folders. tokenizer: Hugging Face folder or hub id. output_prefix: of the files
+        PREFIX_KEY_document.bin and .idx. json_keys: keys of JSON rows and columns of tables; each gets files of its
+        own. append_eod: add the tokenizer's eos token to the end of each document. workers: processes that encode, at
+        least 1; the files do not depend on it. partitions: number of parts over which documents are distributed
+        round-robin; the files contain the parts concatenated. keep_sequential_samples: keep the order of the input in
+        spite of `partitions`. max_documents: rows to read; None: all. suffixes: endings of file names to take from
+        folders and patterns. text_unit: the unit of a document in files that are neither JSON nor tables.
         on_bad_document: whether a row that is empty or cannot be used ends the run, or is left out and counted.
     """
 
@@ -64,7 +60,7 @@ class Preprocessing:
 
     @property
     def parts(self) -> int:
-        """Parts that documents are dealt to."""
+        """Number of parts over which documents are distributed."""
         return 1 if self.keep_sequential_samples else self.partitions
 
     def prefix(self, key: str) -> str:

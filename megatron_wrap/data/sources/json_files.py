@@ -139,7 +139,7 @@ class _Decompressed(io.RawIOBase):
         if self._left < 0:
             raise DataError(
                 f"{self._path}: its content is more than {_MAX_EXPANSION} times as large as the file, so it most "
-                "likely does not end; decompress it to a file if it is meant so"
+                "likely does not end; decompress it to a file if that is intended"
             )
         return count
 

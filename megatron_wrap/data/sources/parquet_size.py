@@ -41,7 +41,7 @@ def check_decoded_size(path: str, shown: str) -> None:
             if size > limit:
                 raise DataError(
                     f"{shown}: its content is more than {MAX_EXPANSION:,} times as large as the file and has more than "
-                    f"{FREE_BYTES >> 20:,} MiB; write it again without dictionaries and compression if it is meant so"
+                    f"{FREE_BYTES >> 20:,} MiB; write it again without dictionaries and compression if that is intended"
                 )
 
 

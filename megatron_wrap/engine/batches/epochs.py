@@ -1,4 +1,4 @@
-"""The number of optimizer steps of a run that is given in epochs."""
+"""The number of optimizer steps of a run whose length is set in epochs."""
 
 from __future__ import annotations
 

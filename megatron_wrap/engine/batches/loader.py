@@ -71,7 +71,7 @@ class BatchLoader:
 
         Args:
             cursor: of the run. If it is not that after the previous batch, loading starts again from it.
-            left_out: positions whose samples are in no batch; others start loading again, too.
+            left_out: positions whose samples are in no batch; a change of these also starts the loading again.
 
         Raises:
             DataError: a row cannot be used; the message begins with file and row.

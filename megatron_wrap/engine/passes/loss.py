@@ -105,7 +105,7 @@ class NormalizedLoss:
             for tensor, term in zip(predictions, self._prediction_terms, strict=bool(predictions))
             if not self.step_weights[term]
         ]
-        # their layers take part in the backward pass, too, for its collectives
+        # their layers also take part in the backward pass, for its collectives
         return total + _zero_loss(*without_weight) if without_weight else total
 
     @property

@@ -52,7 +52,7 @@ class ReferenceModel:
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether the chunks have this model's weights on the device outside `on_device`, too."""
+        """Whether the chunks have this model's weights on the device also outside `on_device`."""
         return not self.settings.offload
 
     @property

@@ -1,7 +1,7 @@
 """The short causal convolution of linear attention in Triton, from rows of heads to queries, keys and values. Import it
 only where Triton is installed.
 
-The convolution reads its channels where they stand in the output of a projection and writes each part for itself, and
+The convolution reads its channels where they are in the output of a projection and writes each part for itself, and
 its backward pass writes the gradients of all parts into one tensor. Arithmetic is in fp32; the gradient before SiLU is
 stored in the dtype of the inputs.
 """

@@ -179,7 +179,7 @@ def use_linears(layer: Any, column: type, row: type, in_mlp: bool = True) -> Non
 
     Args:
         column, row: take the place of ColumnParallelLinear and RowParallelLinear.
-        in_mlp: in the MLP, too, which must not have experts then.
+        in_mlp: also in the MLP, which must not have experts then.
     """
     replaced = {"ColumnParallelLinear": column, "RowParallelLinear": row}
     parts = [layer.submodules.self_attention.submodules, *([expert_submodules(layer)] if in_mlp else [])]

@@ -74,7 +74,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--changes", metavar="NAME,...", help="what the search for bare-best tries (default: all)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a round")
-    parser.add_argument("--warmup", type=int, default=2, help="steps of a round before those; 0 times the start, too")
+    parser.add_argument("--warmup", type=int, default=2, help="steps of a round before those; 0 also times the start")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one program in one round")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all, after which nothing starts")
     parser.add_argument("--output", default="outputs/compare", metavar="FOLDER")

@@ -253,6 +253,6 @@ def test_a_finished_run_that_is_started_again_says_so(data, capfd):
         wrap.fit()
         assert wrap.iteration == 2
     assert (
-        "the run is finished: nothing is left to train after iteration 2; to go on, raise "
+        "the run is finished: nothing is left to train after iteration 2; to continue, raise "
         "megatron_lm.train.common.train_iters" in capfd.readouterr().err
     )

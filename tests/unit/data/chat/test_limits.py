@@ -74,7 +74,7 @@ def test_a_template_that_never_ends_is_blamed_after_a_few_rows(
     for tokenizer in (*[endless] * 4, good, *[endless] * 4):
         with suppress(DataError):
             encode_sample(tokenizer, CHAT)
-    with pytest.raises(ConfigError, match="for each of 5 conversations, one after the other"):
+    with pytest.raises(ConfigError, match="for each of 5 conversations in a row"):
         encode_sample(endless, CHAT)
 
 

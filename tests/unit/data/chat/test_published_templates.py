@@ -197,7 +197,7 @@ def test_trained_tokens_are_the_assistant_s_text_and_end_token(name, conversatio
 
 
 def test_thoughts_of_gpt_oss_are_trained_where_the_template_shows_them(tokenizer_of):
-    """Rendered by the published template, too (`test_templates_render_what_the_published_ones_do`)."""
+    """Also rendered by the published template (`test_templates_render_what_the_published_ones_do`)."""
     tokenizer = tokenizer_of(FAMILIES["gpt-oss"])
     messages = [{**message, "thinking": "Hm."} for message in tool_conversation(FAMILIES["gpt-oss"])]
     expected = answers("gpt-oss", messages)

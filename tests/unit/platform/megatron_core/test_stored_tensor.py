@@ -42,7 +42,7 @@ def values(dtype: torch.dtype, *size: int) -> torch.Tensor:
         lambda dtype: values(dtype, 5, 4),
         lambda dtype: values(dtype, 5, 4)[2:],
         lambda dtype: values(dtype, 6)[4],
-        lambda dtype: values(dtype, 3, 1, 2).transpose(0, 1),  # in row-major order, too
+        lambda dtype: values(dtype, 3, 1, 2).transpose(0, 1),  # also in row-major order
     ],
     ids=["whole", "rows", "number", "transposed"],
 )
