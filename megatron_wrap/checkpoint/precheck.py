@@ -17,8 +17,8 @@ from megatron_wrap.checkpoint.files.complete_checkpoints import (
     missing_part,
     read_facts,
 )
+from megatron_wrap.checkpoint.load_lr_schedule import compare_schedules
 from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run, section_of
-from megatron_wrap.checkpoint.schedule import compare_schedules
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig

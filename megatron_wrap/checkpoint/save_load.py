@@ -21,14 +21,14 @@ from megatron_wrap.checkpoint.background import BackgroundSaves
 from megatron_wrap.checkpoint.files.complete_checkpoints import RESOLVED, read_facts
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.files.verification import BlockVerification
+from megatron_wrap.checkpoint.load_lr_schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, existing_checkpoint
 from megatron_wrap.checkpoint.saved_run import section_of
-from megatron_wrap.checkpoint.schedule import load_schedule, take_group_values
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, plan, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
 from megatron_wrap.config.schema.derived import saves_adapter_alone
 from megatron_wrap.config.schema.run import SECTION_PATHS
-from megatron_wrap.engine.passes.parameters import quantize_parameters, synchronize_parameters
+from megatron_wrap.engine.passes.synchronize_parameters import quantize_parameters, synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agree, agreed, on_rank_0

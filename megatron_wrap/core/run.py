@@ -10,13 +10,13 @@ from megatron_wrap.checkpoint.precheck import starting_checkpoint
 from megatron_wrap.checkpoint.reference_config import add_reference_model
 from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config import RunConfig
-from megatron_wrap.core.best_checkpoint import BestCheckpoint
-from megatron_wrap.core.records import RunRecords, describe_model
+from megatron_wrap.core.best_and_early_stop import BestCheckpoint
 from megatron_wrap.core.run_data import RunData
 from megatron_wrap.core.run_evaluation import RunEvaluation
 from megatron_wrap.core.run_export import RunExport
-from megatron_wrap.core.run_facts import write_run_facts
+from megatron_wrap.core.run_json import write_run_facts
 from megatron_wrap.core.run_training import RunTraining
+from megatron_wrap.core.step_reporting import RunRecords, describe_model
 from megatron_wrap.core.validation.samples import data_warnings
 from megatron_wrap.engine.setup.build import build_training_state
 from megatron_wrap.engine.setup.profiler import build_step_profiler

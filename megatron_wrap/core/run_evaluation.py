@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_wrap.core.records import RunRecords
+from megatron_wrap.core.step_reporting import RunRecords
 from megatron_wrap.data.chat.prompts import prompt_token_ids
 from megatron_wrap.engine.evaluation import evaluate
 from megatron_wrap.engine.generation.generate import sample_texts

@@ -22,9 +22,9 @@ from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config, ta
 from megatron_wrap.checkpoint.files.complete_checkpoints import read_facts
 from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config.schema import derived
-from megatron_wrap.core.records import RunRecords
-from megatron_wrap.core.run_facts import recorded_evaluation
-from megatron_wrap.engine.passes.parameters import synchronize_parameters
+from megatron_wrap.core.run_json import recorded_evaluation
+from megatron_wrap.core.step_reporting import RunRecords
+from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.verify import verify_hugging_face
 from megatron_wrap.errors import CheckpointError, ConfigError

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config.schema import derived
-from megatron_wrap.core.records import RunRecords
+from megatron_wrap.core.step_reporting import RunRecords
 from megatron_wrap.engine import split_step
 from megatron_wrap.engine.bad_steps import BadStep
 from megatron_wrap.engine.passes.replicas import refuse_differing_copies

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.batches.sample_sharing import rows_in_order
-from megatron_wrap.engine.passes.parameters import synchronize_parameters
+from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.step_inputs import (

@@ -14,7 +14,7 @@ from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBat
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collected_at_end
 from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics
-from megatron_wrap.engine.passes.parameters import parameter_square_sum
+from megatron_wrap.engine.passes.synchronize_parameters import parameter_square_sum
 from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
 from megatron_wrap.engine.setup.memory_advice import memory_advised
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights, Update

@@ -11,9 +11,9 @@ from megatron_wrap.nn.experts.permutation import row_order, rows_of_tokens, sums
 from megatron_wrap.nn.experts.products import grouped_linear
 from megatron_wrap.nn.kernels import expert_weight_gradients
 from megatron_wrap.nn.kernels.expert_rows import spread_rows, sum_rows
+from megatron_wrap.nn.kernels.expert_selection import Selection
 from megatron_wrap.nn.kernels.expert_weight_gradients import add_weight_gradients
 from megatron_wrap.nn.kernels.routing import route, split
-from megatron_wrap.nn.kernels.selection import Selection
 from megatron_wrap.nn.kernels.weighted_swiglu import weighted_swiglu
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_wrap.engine.batches.context_parallel_shard import PADDING_MASK
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.passes.loss import ModelOutput
-from megatron_wrap.engine.passes.routing import RoutingReplay
+from megatron_wrap.engine.passes.router_replay import RoutingReplay
 from megatron_wrap.engine.passes.stragglers import ForwardClock
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.contract.prediction import INPUT_IDS

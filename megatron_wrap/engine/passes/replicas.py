@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.engine.passes.parameters import synchronize_parameters
+from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
 from megatron_wrap.errors import TrainingError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.model.chunks import bare_model

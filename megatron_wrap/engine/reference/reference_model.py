@@ -15,8 +15,8 @@ from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.run import ModelsConfig, RunConfig
 from megatron_wrap.engine.batches.context_parallel_shard import PADDING_MASK
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
-from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
+from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS

@@ -29,7 +29,7 @@ from megatron_wrap.engine.batches.micro_batching import micro_batching_of
 from megatron_wrap.engine.batches.sample_sharing import SampleSharing
 from megatron_wrap.engine.passes.metric_reduction import MetricReduction
 from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
-from megatron_wrap.engine.passes.routing import RoutingReplay
+from megatron_wrap.engine.passes.router_replay import RoutingReplay
 from megatron_wrap.engine.passes.stragglers import Stragglers
 from megatron_wrap.engine.reference.precomputed import sample_preparation
 from megatron_wrap.engine.setup.adapter import adapt_chunks, quantize_base

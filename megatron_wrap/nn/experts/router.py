@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_wrap.nn.experts.expert_choice import ExpertChoice
 from megatron_wrap.nn.experts.gating import can_gate, gate
-from megatron_wrap.nn.kernels.selection import Selection, can_route
+from megatron_wrap.nn.kernels.expert_selection import Selection, can_route
 from megatron_wrap.parallel.collectives import reduce_in_place
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_wrap.nn.kernels.selection import Selection
+from megatron_wrap.nn.kernels.expert_selection import Selection
 
 _BLOCK_ELEMENTS = 2048
 

@@ -13,8 +13,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.nn.experts import router as router_module
-from megatron_wrap.nn.kernels import selection as selection_module
-from megatron_wrap.nn.kernels.selection import Selection, can_route
+from megatron_wrap.nn.kernels import expert_selection as selection_module
+from megatron_wrap.nn.kernels.expert_selection import Selection, can_route
 
 pytestmark = [pytest.mark.transformers, pytest.mark.process_group]
 
