@@ -19,7 +19,7 @@ from megatron_wrap.utils.dist_logger import logger
 def complete(wrap: MegatronWrap) -> list[str]:
     """The texts of the completions, the same for the same weights.
 
-    The empty lines before a prompt say that it begins at the margin, and not within a class.
+    The empty lines before a prompt show that it begins at the margin, and not within a class.
     """
     prompts = ["\n\n" + prompt for prompt in PROMPTS]
     completions = wrap.generate(

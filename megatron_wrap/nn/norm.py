@@ -95,8 +95,8 @@ class LayerNorm(_Norm):
 
 
 class NormBeforeAdd(nn.Module):
-    """A norm of the output of attention or the MLP, before dropout and the addition to the residual stream; for the
-    places of Megatron-Core's `get_bias_dropout_add` in a layer spec.
+    """A norm of the output of attention or the MLP, before dropout and the addition to the residual stream; to replace
+    Megatron-Core's `get_bias_dropout_add` in a layer spec.
 
     Args:
         config: Megatron-Core's; reads `hidden_size` and `layernorm_epsilon`.

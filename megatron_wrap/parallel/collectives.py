@@ -135,7 +135,7 @@ def gathering(share: Tensor, group: ProcessGroup, *, includes_self: bool = True)
     them. They are valid until the group's next gathering begins. Without autograd.
 
     Args:
-        includes_self: false: the rows of the own share may have any values.
+        includes_self: false: the rows of the rank's own share may have any values.
     """
     share = share.contiguous()
     memory = peer_memory(group, share)

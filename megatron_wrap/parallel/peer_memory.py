@@ -99,8 +99,8 @@ class PeerMemory:
 
 
 class PeerExchange:
-    """Tensors of one shape, one from each rank to each other. A rank says that its region is free when its stream has
-    come to the beginning of the exchange; then the others write.
+    """Tensors of one shape, one from each rank to each other. A rank signals that its region is free when its stream
+    has come to the beginning of the exchange; then the others write.
 
     The signal that a tensor has arrived is queued in `finish`: with one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`)
     kernels queued after it would wait for the copy.
@@ -116,7 +116,7 @@ class PeerExchange:
                 region.handle.put_signal(other, _READY, region.timeout_ms)
 
     def send(self, tensor: Tensor, target: int, *, produced: bool = True) -> None:
-        """Begin to copy a contiguous tensor to another rank, or to the own index of this one.
+        """Begin to copy a contiguous tensor to another rank, or to this rank's own index.
 
         Args:
             produced: by work queued since the beginning of the exchange, which the copy waits for.
@@ -134,7 +134,7 @@ class PeerExchange:
         """Let the current stream wait until all tensors have arrived, and until those that were sent can be reused.
 
         Returns:
-            [ranks, *shape], by sender; the own index only if the rank has sent to itself.
+            [ranks, *shape], by sender; this rank's own index only if it has sent to itself.
         """
         region = self._region
         with torch.cuda.stream(region.stream):

@@ -1,5 +1,5 @@
 """NaN, Inf and spikes injected into a step, in a sample, a weight, an activation or a gradient, on six layouts: each
-ends as its policy says, with the same words on every rank.
+ends as its policy defines, with the same words on every rank.
 
 python scripts/drill/bad_numbers.py --count 66 [--jobs 2] [--results FILE]
 

@@ -2,7 +2,7 @@
 
 python scripts/drill/find_secrets.py --count 1 [--seed 0]
 
-Each trial has new values, an own flow with options for them, and two runs of `megatron-wrap train`: one that trains,
+Each trial has new values, its own flow with options for them, and two runs of `megatron-wrap train`: one that trains,
 saves and is reported as a page, and one whose flow raises an error with every value in its message. All files beside
 the inputs and all output are searched for each value: checkpoints, the resolved configuration, run.json, metrics,
 TensorBoard events, the page, failure.json and the console, plain, in base64 and with JSON's escapes. Python's own

@@ -16,7 +16,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    # files of the first release say gelu, and transformers also computes the tanh form for them
+    # files of the first release contain gelu, and transformers also computes the tanh form for them
     refuse_unless(config, hidden_act=("gelu", ACTIVATION), hidden_activation=(None, ACTIVATION))
     width = config.get("head_dim") or 256  # transformers' default
     fixed = {"head_dim": width, "query_pre_attn_scalar": width, "hidden_activation": ACTIVATION}

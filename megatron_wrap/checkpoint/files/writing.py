@@ -101,7 +101,7 @@ def _save_tensor(tensor: Tensor, stream: _HashedFile) -> None:
     try:
         torch.save(tensor, stream)  # type: ignore[arg-type]
     except RuntimeError:
-        if stream.error is not None:  # torch raises its own error, which does not tell that the disk is full
+        if stream.error is not None:  # torch raises its own error, which does not name a full disk
             raise stream.error from None
         raise
 

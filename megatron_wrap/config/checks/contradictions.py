@@ -24,7 +24,7 @@ class Need:
     when: Any = None
     """The value, or the range of values, of `key` that needs `other`; None: all but its default, null and false."""
     remedy: str = ""
-    """How to set `other`, where its name and values do not say it."""
+    """How to set `other`, where its name and values do not define it."""
     reason: str = ""
     """The reason, where the keys alone do not explain it."""
 

@@ -14,7 +14,7 @@ from megatron_wrap.engine.state.state import TrainingState
 
 @contextmanager
 def memory_advised(state: TrainingState) -> Iterator[None]:
-    """A block whose torch.OutOfMemoryError says what to change, cheapest first."""
+    """A block whose torch.OutOfMemoryError lists what to change, cheapest first."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -18,10 +18,10 @@ from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
 from megatron_wrap.parallel.collectives import ExchangeOfShares, ProcessGroup, gathering
 
 _HIDING_COLUMNS = 1700
-"""Columns of a row-parallel weight, for each other rank, from which the input's gradient of the own share takes longer
-than the gathering of the others' shares. With s tokens in a share and outputs of h elements, the product with k columns
-has 2 s h k FLOPs and each other share 2 s h bytes: at 600 TFLOP/s and the 350 GB/s at which 32 MiB of another H100
-arrive (2026-11-26), k is 1,714."""
+"""Columns of a row-parallel weight, for each other rank, from which the input's gradient of the rank's share takes
+longer than the gathering of the others' shares. With s tokens in a share and outputs of h elements, the product with k
+columns has 2 s h k FLOPs and each other share 2 s h bytes: at 600 TFLOP/s and the 350 GB/s at which 32 MiB of another
+H100 arrive (2026-11-26), k is 1,714."""
 
 
 class GatheringColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
@@ -111,8 +111,8 @@ def gather_product(
     Args:
         share: [S / ranks, ..., K], the same shape on each rank.
         matrix: [K, N], of this rank.
-        includes_self: whether what is gathered contains the own share.
-        meanwhile: called with the rows of the own share after its product, before the wait for the others.
+        includes_self: whether what is gathered contains the rank's own share.
+        meanwhile: called with the rows of the rank's own share after its product, before the wait for the others.
 
     Returns:
         [S, ..., K], valid until the group's next gathering begins, and [S, ..., N]; without autograd.

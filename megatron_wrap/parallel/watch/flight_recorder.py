@@ -42,7 +42,7 @@ def written_into(folder: Path) -> Iterator[None]:
 
 
 def record() -> bytes | None:
-    """What was recorded in this process, in torch's format; None: nothing, or torch cannot tell."""
+    """What was recorded in this process, in torch's format; None: nothing, or torch has no record."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""A process of a run says every second that it runs, and where it is, to the program that started it."""
+"""A process of a run reports every second that it runs, and where it is, to the program that started it."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class StopRequests:
         return self._reason
 
     def fulfilled(self) -> None:
-        """The run has stopped for a request: remove the file STOP, and tell the launcher."""
+        """The run has stopped for a request: remove the file STOP, and notify the launcher."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()

@@ -96,8 +96,8 @@ def checkpoint_metadata(file: IO[bytes]) -> Any:
 
 
 def torch_load(content: str | os.PathLike[str] | IO[bytes]) -> Any:
-    """`torch.load` on the CPU with weights_only, whatever torch's version and environment variables say: tensors, plain
-    values, and the classes that Megatron-Core permits.
+    """`torch.load` on the CPU with weights_only, whatever torch's version and environment variables define: tensors,
+    plain values, and the classes that Megatron-Core permits.
 
     Raises:
         pickle.UnpicklingError: it contains anything else.

@@ -178,7 +178,7 @@ def use_linears(layer: Any, column: type, row: type, in_mlp: bool = True) -> Non
     """Build the linear layers of a local layer spec as other classes; norms stay modules of their own.
 
     Args:
-        column, row: take the place of ColumnParallelLinear and RowParallelLinear.
+        column, row: replace ColumnParallelLinear and RowParallelLinear.
         in_mlp: also in the MLP, which must not have experts then.
     """
     replaced = {"ColumnParallelLinear": column, "RowParallelLinear": row}
