@@ -106,7 +106,7 @@ def load_weights(state: TrainingState, folder: str | os.PathLike[str]) -> None:
     with reference.as_saved(loading=True):
         request: dict[str, Any] = saved.readable(content.model_entries(reference.chunks, state.parallel))
         check_tensors(saved, request)
-        loaded = read_verified(request, saved.path, state.parallel.dp_cp.group, whole=True)
+        loaded = read_verified(request, saved.path, state.parallel.dp_cp.group, state.platform.device, whole=True)
         with torch.no_grad(), agreed(f"reference model {saved.path} cannot be loaded: {{}}", FAILURES):
             content.load_model(reference.chunks, loaded)
 

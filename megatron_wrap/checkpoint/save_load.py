@@ -232,10 +232,13 @@ class DamagedCheckpoint(CheckpointError):
         self.reason = reason
 
 
-def read_verified(request: dict[str, Any], path: Path, group: Any, *, whole: bool) -> dict[str, Any]:
+def read_verified(
+    request: dict[str, Any], path: Path, group: Any, device: torch.device, *, whole: bool
+) -> dict[str, Any]:
     """`read` of a checkpoint, whose blocks are compared with their hashes before a tensor in them is read. Collective.
 
     Args:
+        device: of most tensors.
         whole: also compare the blocks that no rank reads.
 
     Raises:
@@ -248,7 +251,7 @@ def read_verified(request: dict[str, Any], path: Path, group: Any, *, whole: boo
         logger.info_rank_0(f"checkpoint {path} has no hashes, so its content cannot be verified")
     tensors = {name: entry for name, entry in (hashes or {}).items() if name.endswith(".distcp")}
     loaded, failure = {}, None
-    with switching_often(), BlockVerification(path, tensors) as verification:
+    with switching_often(), BlockVerification(path, tensors, device) as verification:
         if whole:
             verification.begin(rank, size)
         try:
@@ -467,7 +470,7 @@ def _shown(name: str, shape: tuple[int, ...]) -> str:
 def _read_and_set(
     state: TrainingState, path: Path, request: dict[str, Any], with_optimizer: bool, with_rng: bool, *, whole: bool
 ) -> dict[str, Any]:
-    loaded = read_verified(request, path, state.parallel.dp_cp.group, whole=whole)
+    loaded = read_verified(request, path, state.parallel.dp_cp.group, state.platform.device, whole=whole)
     with torch.no_grad(), agreed(f"checkpoint {path} cannot be loaded: {{}}", FAILURES):
         content.load_model(state.chunks, loaded)
         if with_optimizer:

@@ -11,7 +11,10 @@ the other, one without verification, whose tensors are read ahead by threads, an
 system cache and from the disk (not from a tmpfs, which has none). Each time is printed at once, with the processor
 seconds of this process; at the end medians, and the medians of the rounds' ratios. The last line has all values as
 JSON. With `--pairs` only loads without verification and with it are measured, in turn, and what their threads do is
-printed as well. With `--seconds`, counted from the start of the program, no measurement begins that would end later.
+printed as well. `--hash-threads` compares ways to verify: 8x16+pageable are eight threads that read and hash 16 MiB at
+once into memory that is not page-locked, 8+held8 has eight blocks in memory beside those of the threads, 8+unhashed
+reads in the same way and computes no SHA-256. With `--seconds`, counted from the start of the program, no measurement
+begins that would end later.
 """
 
 import argparse
@@ -31,6 +34,7 @@ from unittest import mock
 from load_timeline import Timeline, print_timelines
 from train_speed import random_tokens
 
+from megatron_wrap.checkpoint.files.hashes import BLOCK_BYTES
 from megatron_wrap.checkpoint.files.verification import HASH_BYTES, HASHERS
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
 
@@ -39,6 +43,7 @@ VOCABULARY, SEQUENCE = 4096, 64
 STATE_BYTES = {"fp32": 12, "bf16": 14}
 """Of a parameter: weight and two moments; with bf16 also the fp32 weight."""
 TMPFS = "tmpfs"
+UNHASHED = "unhashed"
 BARE, PLAIN, BACKGROUND = "save as torch's", "save", "asynchronous save"
 LOAD, UNVERIFIED, TORCH = "load", "load without verification", "load as torch's"
 LOADS = {"cached": True, "from disk": False}
@@ -86,14 +91,41 @@ def without_verification() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hashing_by(threads: str) -> Iterator[None]:
-    """Loads hash with at most that many threads, of which each reads the MiB after an "x" at once."""
-    from megatron_wrap.checkpoint.files import verification
+def hashing_by(way: str) -> Iterator[None]:
+    """Loads hash in a way of `--hash-threads`."""
+    from megatron_wrap.checkpoint.files import block_memory, verification
 
+    threads, *options = way.split("+")
     number, _, mebibytes = threads.partition("x")
-    sizes = {"HASHERS": int(number), "HASH_BYTES": int(mebibytes) * 2**20 if mebibytes else HASH_BYTES}
-    with mock.patch.multiple(verification, **sizes):
+    values = {"HASHERS": int(number), "HASH_BYTES": int(mebibytes) * 2**20 if mebibytes else HASH_BYTES}
+    with contextlib.ExitStack() as stack:
+        for option in options:
+            if option.startswith("held"):
+                values["HELD_BESIDE"] = int(option.removeprefix("held"))
+            elif option == "pageable":
+                stack.enter_context(mock.patch.object(block_memory.BlockMemory, "_lock"))
+            elif option == UNHASHED:
+                stack.enter_context(mock.patch.object(verification.BlockVerification, "_compare", _wait_alone))
+                stack.enter_context(mock.patch.object(verification, "read_block", _read_unhashed))
+            else:
+                raise SystemExit(f"{way} has an unknown option {option}")
+        stack.enter_context(mock.patch.multiple(verification, **values))
         yield
+
+
+def _wait_alone(_: Any, block: Any, read: Any) -> None:
+    """As BlockVerification compares, without the comparison."""
+    read.result()
+
+
+def _read_unhashed(path: Path, index: int, memory: memoryview, piece_bytes: int) -> tuple[str, int]:
+    """As `read_block`, without SHA-256."""
+    size = 0
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(index * BLOCK_BYTES)
+        while count := stream.readinto(memory[size : size - size % piece_bytes + piece_bytes]):
+            size += count
+    return "", size
 
 
 @contextlib.contextmanager
@@ -195,12 +227,12 @@ class Measurement:
         order changes. What the first of each sets up is not counted."""
         ways: dict[str, Callable[[], Any]] = {UNVERIFIED: without_verification}
         for number in threads:
-            ways[f"{LOAD}, {number} threads hash"] = functools.partial(hashing_by, number)
+            ways[f"{LOAD}, {number}"] = functools.partial(hashing_by, number)
         for number in range(count + 1):
             for way in list(ways)[:: 1 if number % 2 else -1]:
                 timeline = Timeline()
-                with timeline.recording():
-                    self.load(kind, way, ways[way])
+                with ways[way](), timeline.recording():
+                    self.load(kind, way, contextlib.nullcontext)
                 if number:
                     self.timelines[f"{way}, {kind}"].append(timeline)
                 else:
@@ -309,7 +341,7 @@ def arguments_of_command() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, action="append", help="a new folder; may be repeated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=0, help="only loads: so many pairs with and without verification")
-    parser.add_argument("--hash-threads", nargs="+", default=[str(HASHERS)], help="of --pairs, as 6 or 6x16 (MiB)")
+    parser.add_argument("--hash-threads", nargs="+", default=[str(HASHERS)], help="of --pairs, as 6 or 8x16+unhashed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="limit of the whole program")
     parser.add_argument("--platform", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")

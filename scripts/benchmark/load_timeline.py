@@ -39,8 +39,8 @@ class Timeline:
 
         reader, compared = checkpoint_reader.RestrictedReader, verification.BlockVerification
         owners = [
-            *((verification, "hash_block", HASH), (compared, "_require", WAIT)),
-            *((reader, "_read_part", READ), (checkpoint_reader, "_take", COPY), (reader, "read_data", ALL_READING)),
+            *((verification, "read_block", HASH), (compared, "_compared_bytes", WAIT)),
+            *((reader, "_read_part", READ), (reader, "_pass_on", COPY), (reader, "read_data", ALL_READING)),
         ]
         with contextlib.ExitStack() as stack:
             for owner, name, kind in owners:

@@ -97,18 +97,15 @@ def _hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> list[str]:
     return [hash_block(folder / name, index) for name, index in blocks]
 
 
-def hash_block(
-    path: Path, index: int, wait_for: Callable[[int], object] | None = None, buffer: memoryview | None = None
-) -> str:
+def hash_block(path: Path, index: int, wait_for: Callable[[int], object] | None = None) -> str:
     """SHA-256 of a block of a file, hexadecimal.
 
     Args:
         wait_for: for a file that is still being written; is called with a number of bytes, and returns when the file
             has that many or is complete.
-        buffer: memory for what is read at once; None: `PIECE_BYTES`, allocated. A thread waits for Python's lock after
-            each reading and each hashing, while another one computes.
     """
-    result, piece = hashlib.sha256(), buffer_of(PIECE_BYTES) if buffer is None else buffer
+    # a bytearray would be filled with zeros while other threads wait for Python's lock
+    result, piece = hashlib.sha256(), memoryview(mmap.mmap(-1, PIECE_BYTES))
     position, last = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
     with path.open("rb", buffering=0) as stream:
         stream.seek(position)
@@ -124,9 +121,22 @@ def hash_block(
     return result.hexdigest()
 
 
-def buffer_of(num_bytes: int) -> memoryview:
-    """Memory for `hash_block`. A bytearray would be filled with zeros while other threads wait for Python's lock."""
-    return memoryview(mmap.mmap(-1, num_bytes))
+def read_block(path: Path, index: int, memory: memoryview, piece_bytes: int) -> tuple[str, int]:
+    """Read a block of a file into memory, and hash each piece that was read while the processor's cache has it.
+
+    Returns:
+        SHA-256, hexadecimal, and the number of bytes: fewer than those of `memory` at the end of the file.
+    """
+    result, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(index * BLOCK_BYTES)
+        while size < len(memory):
+            count = stream.readinto(memory[size : size - size % piece_bytes + piece_bytes])
+            if not count:
+                break
+            result.update(memory[size : size + count])
+            size += count
+    return result.hexdigest(), size
 
 
 def _hash_list(hashes: list[str]) -> str:

@@ -1,51 +1,74 @@
-"""Comparison of tensor files with their hashes while they are read: threads hash blocks ahead of other threads, which
-read the tensors in them ahead of their copies to the model."""
+"""Comparison of tensor files with their hashes while they are read: each block is read once, by a thread that hashes
+what it reads, and the tensors in it are taken from that memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.files.hashes import BLOCK_BYTES, block_damage, buffer_of, hash_block
+import numpy as np
+import torch
+
+from megatron_wrap.checkpoint.files.block_memory import BlockMemory
+from megatron_wrap.checkpoint.files.hashes import BLOCK_BYTES, block_damage, read_block
 from megatron_wrap.errors import CheckpointError
-from megatron_wrap.platform.megatron_core.checkpoint_reader import FilePart
+from megatron_wrap.platform.megatron_core.checkpoint_reader import FilePart, ReadPart
+from megatron_wrap.platform.megatron_core.stored_tensor import BytesInMemory
 from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 Block = tuple[str, int]
 """File and number of the block."""
 HASHERS = 8
-"""Threads that hash, at most: enough to stay ahead of the reading. More of them slow it down, since both read memory
-(docs/reliability.md)."""
+"""Threads that read and hash blocks, at most (docs/reliability.md)."""
 HASHERS_OF_PROCESSOR = 2
 """Of these, for each processor of the rank, at most: one hashes while the other one waits for the disk."""
 HASH_BYTES = 2 * 2**20
 """What each of them reads at once: it stays in the processor's cache, and the system reads more than this ahead, so
 that the disk is busy while it is hashed."""
+HELD_BESIDE = 4
+"""Blocks in memory beside one for each of these threads: of those, tensors are taken."""
 READERS = 4
-"""Threads that read, at most; most of the time is the copy from the system's cache."""
+"""Threads that take tensors out of memory or, without hashes, out of files, at most; most of the time is the copy."""
 AHEAD_BYTES = 512 * 2**20
 """Largest size of the tensors that are read ahead, in host memory; one alone may be larger."""
 
 
-def _num_hashers() -> int:
-    return min(HASHERS, HASHERS_OF_PROCESSOR * threads_of_rank(HASHERS))
+@dataclass(frozen=True)
+class _HeldBlock:
+    """A block in memory."""
+
+    memory: memoryview
+    value: str
+    """SHA-256."""
+    num_bytes: int
 
 
 class BlockVerification:
     """A context manager, whose end stops the threads.
 
+    Host memory: twelve blocks with eight threads, more while a tensor is larger.
+
     Args:
         folder: of the checkpoint.
         hashes: file -> its entry in the manifest; other files are not compared.
+        device: of most tensors.
     """
 
-    def __init__(self, folder: Path, hashes: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, hashes: Mapping[str, Any], device: torch.device) -> None:
         self._folder, self._hashes = folder, hashes
-        self._pool = ThreadPoolExecutor(_num_hashers(), thread_name_prefix="verification")
-        self._buffers: list[memoryview] = []
-        self._values: dict[Block, Future[str]] = {}
+        threads = min(HASHERS, HASHERS_OF_PROCESSOR * threads_of_rank(HASHERS))
+        self._most_held = threads + HELD_BESIDE
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="verification")
+        self._memory = BlockMemory(self._block_bytes(), device)
+        self._held: dict[Block, Future[_HeldBlock]] = {}
+        """Blocks that are in memory, or will be."""
+        self._released: dict[Block, Future[_HeldBlock]] = {}
+        """Those whose memory is used again once they are compared."""
         self.damage: str | None = None
         """The first block that differed or could not be read, as text."""
 
@@ -54,81 +77,130 @@ class BlockVerification:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._memory.close()
 
     def begin(self, part: int, parts: int) -> None:
-        """Begin to hash a part of the files before it is known which are read. A rank's own files are there, and the
-        first reading waits less."""
+        """Begin to read a part of the files before it is known which are read, as many blocks as memory is for. A
+        rank's own files are there, and the first reading waits less."""
         every = self._every_block()
-        self._hash(every[len(every) * part // parts : len(every) * (part + 1) // parts])
+        for block in every[len(every) * part // parts : len(every) * (part + 1) // parts][: self._most_held]:
+            self._begin(block)
 
-    def ahead(self, parts: Sequence[FilePart], read: Callable[[FilePart], Any]) -> Iterator[tuple[FilePart, Any]]:
-        """Each part and what `read` returned for it, in this order; threads call it when a part's blocks are compared.
+    def ahead(self, parts: Sequence[FilePart], read: ReadPart) -> Iterator[tuple[FilePart, Any]]:
+        """Each part and what `read` returned for it, in this order; threads call it when a part's blocks are compared,
+        with the memory that was compared. What that memory has is valid until the next part is asked for.
 
         Raises:
             CheckpointError: a block differs, or cannot be read.
         """
-        self._forget_waiting()
-        for part in parts:
-            self._hash(self._blocks(*part))
+        blocks = [self._blocks(*part) for part in parts]
+        last_use = {block: number for number, needed in enumerate(blocks) for block in needed}
+        self._release_all_but(list(last_use)[: self._most_held])
+        waiting = deque(block for block in last_use if block not in self._held)  # in the order of their first use
+
+        def parts_begun() -> Iterator[FilePart]:
+            for part, needed in zip(parts, blocks, strict=True):
+                while not all(block in self._held for block in needed):
+                    self._begin(waiting.popleft())
+                yield part
 
         def read_compared(part: FilePart) -> Any:
-            self._require(*part)
-            return read(part)
+            return read(part, self._compared_bytes(*part))
 
+        self._begin_more(waiting)
         threads = threads_of_rank(READERS)
-        yield from map_ahead(read_compared, parts, threads, size_of=lambda part: part[2], most=AHEAD_BYTES)
+        results = map_ahead(read_compared, parts_begun(), threads, size_of=lambda part: part[2], most=AHEAD_BYTES)
+        for number, result in enumerate(results):
+            yield result
+            for block in blocks[number]:
+                if last_use[block] == number:
+                    self._release(block)
+            self._begin_more(waiting)
 
     def compared(self) -> set[Block]:
         """The blocks that are compared here, or will be by `compare_rest`."""
-        return set(self._values)
+        return {*self._held, *self._released}
 
     def compare_rest(self, compared: set[Block], part: int, parts: int) -> None:
-        """Compare the blocks that are hashed here and were not read, and of those that no process hashed every
-        `parts`-th from this one; set `damage`.
+        """Compare the blocks that were begun here and not read, and of those that no process began every `parts`-th
+        from this one; set `damage`.
 
         Args:
             compared: by any process.
         """
-        self._hash([block for block in self._every_block() if block not in compared][part::parts])
-        for block, value in self._values.items():
+        rest = [block for block in self._every_block() if block not in compared][part::parts]
+        hashed = {block: self._pool.submit(self._hash, *block) for block in rest}
+        for block, value in {**self._released, **self._held, **hashed}.items():
             self._compare(block, value)
 
-    def _hash(self, blocks: Sequence[Block]) -> None:
-        """Begin to hash these blocks, in this order, after those that were begun before."""
-        for name, index in blocks:
-            if (name, index) not in self._values:
-                self._values[name, index] = self._pool.submit(self._hash_block, name, index)
+    def _begin(self, block: Block) -> None:
+        if block not in self._held:
+            self._held[block] = self._pool.submit(self._read, *block)
 
-    def _hash_block(self, name: str, index: int) -> str:
-        """In the buffer of an earlier block, if there is one: pages of new memory cost as much as the reading."""
+    def _begin_more(self, waiting: deque[Block]) -> None:
+        while waiting and len(self._held) < self._most_held:
+            self._begin(waiting.popleft())
+
+    def _release_all_but(self, first: Sequence[Block]) -> None:
+        """Leave the memory of blocks to those that come first."""
+        for block in set(self._held) - set(first):
+            self._release(block)
+
+    def _release(self, block: Block) -> None:
+        """Use the memory of a block for others, now or when it is read; a block that no thread reads yet is left."""
+        held = self._held.pop(block)
+        if not held.cancel():
+            self._released[block] = held
+            held.add_done_callback(self._give_back)
+
+    def _give_back(self, read: Future[_HeldBlock]) -> None:
+        if read.exception() is None:
+            self._memory.give_back(read.result().memory)
+
+    def _read(self, name: str, index: int) -> _HeldBlock:
+        memory = self._memory.take()
         try:
-            buffer = self._buffers.pop()
-        except IndexError:
-            buffer = buffer_of(min(HASH_BYTES, BLOCK_BYTES))
-        try:
-            return hash_block(self._folder / name, index, buffer=buffer)
-        finally:
-            self._buffers.append(buffer)
+            return _HeldBlock(memory, *read_block(self._folder / name, index, memory, HASH_BYTES))
+        except BaseException:
+            self._memory.give_back(memory)
+            raise
 
-    def _forget_waiting(self) -> None:
-        """Leave blocks that no thread hashes yet, so that others come first."""
-        self._values = {block: value for block, value in self._values.items() if not value.cancel()}
+    def _hash(self, name: str, index: int) -> _HeldBlock:
+        """The block is not needed in memory."""
+        read = self._read(name, index)
+        self._memory.give_back(read.memory)
+        return read
 
-    def _require(self, name: str, offset: int, length: int) -> None:
-        """Wait until the blocks of a part are compared, and raise if one differs."""
+    def _compared_bytes(self, name: str, offset: int, length: int) -> BytesInMemory | None:
+        """Wait until the blocks of a part are compared, and raise if one differs; None if the file has no hashes."""
+        if name not in self._hashes:
+            return None
+        pieces = []
         for block in self._blocks(name, offset, length):
-            self._compare(block, self._values[block])
+            self._compare(block, self._held[block])
             if self.damage is not None:
                 raise CheckpointError(self.damage)
+            held, begin = self._held[block].result(), block[1] * BLOCK_BYTES
+            content = np.frombuffer(held.memory, np.uint8)[: held.num_bytes]
+            pieces.append(content[max(0, offset - begin) : offset + length - begin])
+        return BytesInMemory(pieces)
 
-    def _compare(self, block: Block, value: Future[str]) -> None:
+    def _compare(self, block: Block, read: Future[_HeldBlock]) -> None:
         """Wait for the hash of a block, and set `damage` if it is another one."""
         name, index = block
         try:
-            if value.result() != self._hashes[name]["blocks"][index]:
+            if read.result().value != self._hashes[name]["blocks"][index]:
                 self.damage = self.damage or block_damage(name, index)
         except OSError as error:
             self.damage = self.damage or f"{name} cannot be read ({error})"
+
+    def _block_bytes(self) -> int:
+        """Of memory for a block: less than a whole one if all files are small."""
+        sizes = [1]
+        for name in self._hashes:
+            with contextlib.suppress(OSError):  # a block of it cannot be read, either
+                sizes.append((self._folder / name).stat().st_size)
+        return min(BLOCK_BYTES, max(sizes))
 
     def _every_block(self) -> list[Block]:
         return [(name, index) for name, entry in self._hashes.items() for index in range(len(entry["blocks"]))]

@@ -26,7 +26,12 @@ from torch.futures import Future
 from megatron_wrap.errors import CheckpointError, special_file
 from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.platform.megatron_core import restricted_pickle
-from megatron_wrap.platform.megatron_core.stored_tensor import read_into
+from megatron_wrap.platform.megatron_core.stored_tensor import (
+    BytesInMemory,
+    ElementsInMemory,
+    elements_of,
+    read_into,
+)
 from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 from megatron_wrap.platform.megatron_core.versions import unexpected
 
@@ -37,11 +42,17 @@ FilePart = tuple[str, int, int]
 """Name of a file, and offset and length in bytes."""
 
 
-class PartReading(Protocol):
-    """Decides when, and by which thread, parts of files are read."""
+ReadPart = Callable[[FilePart, BytesInMemory | None], Any]
+"""Reads a part from memory, or, without one, from its file."""
 
-    def ahead(self, parts: Sequence[FilePart], read: Callable[[FilePart], Any]) -> Iterator[tuple[FilePart, Any]]:
+
+class PartReading(Protocol):
+    """Decides when, and by which thread, parts of files are read, and from which memory."""
+
+    def ahead(self, parts: Sequence[FilePart], read: ReadPart) -> Iterator[tuple[FilePart, Any]]:
         """Each part, in this order, and what `read` returned for it; `read` may be called from other threads.
+
+        The memory is used for other parts when the next part is asked for.
 
         Raises:
             CheckpointError: a part must not be used; it is not read then.
@@ -99,46 +110,66 @@ class RestrictedReader(FileSystemReader):
             items.setdefault((info.relative_path, info.offset, info.length), []).append(item)
 
         parts = sorted(items)
-        targets = {part: _target_on_cpu(planner, items[part]) for part in parts}
+        targets = {part: _whole_target(planner, items[part]) for part in parts}
 
-        def read(part: FilePart) -> Any:
-            return self._read_part(items[part][0], targets[part])
+        def read(part: FilePart, memory: BytesInMemory | None) -> Any:
+            return self._read_part(items[part][0], targets[part], memory)
 
-        contents = ((part, read(part)) for part in parts) if reading is None else reading.ahead(parts, read)
+        contents = ((part, read(part, None)) for part in parts) if reading is None else reading.ahead(parts, read)
         for part, content in contents:
-            for item in items[part]:
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(content))
-                elif content is targets[part]:
-                    planner.commit_tensor(item, content)
-                else:
-                    _take(planner, item, content)
+            self._pass_on(planner, items[part], targets[part], content)
         finished: Future[None] = Future()
         finished.set_result(None)
         return finished
 
-    def _read_part(self, item: Any, target: torch.Tensor | None) -> Any:
-        """What a file has for an item: `target`, if it could be read into it, else a new tensor on the CPU; or an
-        object as the bytes of a pickle of this process, read with weights_only and written again."""
+    def _read_part(self, item: Any, target: torch.Tensor | None, memory: BytesInMemory | None) -> Any:
+        """What a file has for an item: `target`, if it is on the CPU and could be read into it; the elements in
+        `memory`, if they can be copied to `target`; else a new tensor on the CPU; or an object as the bytes of a
+        pickle of this process, read with weights_only and written again."""
         info = self.storage_data[item.storage_index]
         file = Path(self.path) / info.relative_path
-        with restricted_pickle.refusing(file), file.open("rb") as opened:
-            saved = self._slice_file(opened, info)
-            if target is not None and read_into(target, opened, saved, info.offset, info.length):
-                return target
-            content = restricted_pickle.torch_load(self._slice_file(opened, info))
+        with restricted_pickle.refusing(file), contextlib.ExitStack() as stack:
+            saved: Any = memory
+            if saved is None:
+                saved = self._slice_file(stack.enter_context(file.open("rb")), info)
+            if target is not None and _is_on_cpu(target):
+                if read_into(target, saved):
+                    return target
+            elif target is not None and memory is not None and (elements := elements_of(target, memory)) is not None:
+                return elements
+            saved.seek(0)
+            content = restricted_pickle.torch_load(saved)
         if item.type != LoadItemType.BYTE_IO:
             return content
         written = io.BytesIO()
         torch.save(content, written)
         return written.getvalue()
 
+    def _pass_on(self, planner: Any, items: Sequence[Any], target: torch.Tensor | None, content: Any) -> None:
+        """Give the items what `_read_part` returned for their part of a file."""
+        for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(content))
+            elif isinstance(content, ElementsInMemory) and target is not None:
+                content.copy_to(target)
+                planner.commit_tensor(item, target)
+            elif content is target:
+                planner.commit_tensor(item, content)
+            else:
+                _take(planner, item, content)
 
-def _target_on_cpu(planner: Any, items: Sequence[Any]) -> torch.Tensor | None:
-    """The memory for what the only item of a part requests, if it is on the CPU and contiguous."""
+
+def _is_on_cpu(target: torch.Tensor) -> bool:
+    return target.device.type == "cpu"
+
+
+def _whole_target(planner: Any, items: Sequence[Any]) -> torch.Tensor | None:
+    """The memory for what the only item of a part requests, if it is contiguous."""
     item, *others = items
-    if others or item.type == LoadItemType.BYTE_IO or planner.lookup_tensor(item.dest_index).device.type != "cpu":
+    if others or item.type == LoadItemType.BYTE_IO:
         return None
+    if type(planner.lookup_tensor(item.dest_index).detach()) is not torch.Tensor:
+        return None  # Megatron-Core allocates memory for a quantized one when it is resolved
     target = planner.resolve_tensor(item).detach()
     return target if type(target) is torch.Tensor and target.is_contiguous() and target.numel() > 0 else None
 

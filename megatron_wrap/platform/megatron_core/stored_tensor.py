@@ -1,4 +1,4 @@
-"""Reading of a tensor that `torch.save` wrote into memory that exists.
+"""Reading of a tensor that `torch.save` wrote into memory that exists, from a file or from bytes in memory.
 
 torch.load allocates memory for what it reads. The pages of new memory can cost more than the reading, and the tensor is
 copied from there once more.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import collections
 import io
-import os
 import pickle
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+import numpy as np
 import torch
 
 from megatron_wrap.platform.megatron_core import restricted_pickle
@@ -33,13 +34,60 @@ _DTYPES = {
 """Class of a storage in a pickle -> its dtype."""
 
 
-def read_into(target: torch.Tensor, file: IO[bytes], saved: IO[bytes], offset: int, length: int) -> bool:
+class BytesInMemory(io.RawIOBase):
+    """A stream of bytes that lie in several arrays, one after the other.
+
+    Args:
+        pieces: one-dimensional, uint8.
+    """
+
+    def __init__(self, pieces: Sequence[np.ndarray]) -> None:
+        self._pieces, self._position = pieces, 0
+        self._size = sum(piece.size for piece in pieces)
+
+    def readable(self) -> bool:
+        """As of a file, like the next ones."""
+        return True
+
+    def seekable(self) -> bool:
+        """Any position can be read next."""
+        return True
+
+    def tell(self) -> int:
+        """The position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Set the position, and return it."""
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fills the buffer, unless the stream ends; a copy of many bytes does not hold Python's lock."""
+        target, filled = np.frombuffer(buffer, np.uint8), 0
+        for piece in self.slices(self._position, target.size):
+            np.copyto(target[filled : filled + piece.size], piece)
+            filled += piece.size
+        self._position += filled
+        return filled
+
+    def slices(self, begin: int, length: int) -> list[np.ndarray]:
+        """Views of `length` bytes from `begin` on, or of those that are there."""
+        found, first = [], 0
+        for piece in self._pieces:
+            part = piece[max(0, begin - first) : max(0, begin + length - first)]
+            if part.size:
+                found.append(part)
+            first += piece.size
+        return found
+
+
+def read_into(target: torch.Tensor, saved: IO[bytes] | BytesInMemory) -> bool:
     """Read a tensor into `target`, without a further copy.
 
     Args:
         target: contiguous, on the CPU.
-        file: its bytes from `offset` on, `length` of them, are what `torch.save` wrote.
-        saved: these bytes as a stream.
+        saved: what `torch.save` wrote, from the stream's beginning to its end.
 
     Returns:
         Whether it was read; if not, `torch.load` can read what was saved, or refuse it: it is no tensor of the dtype
@@ -49,16 +97,44 @@ def read_into(target: torch.Tensor, file: IO[bytes], saved: IO[bytes], offset: i
         OSError: the file cannot be read.
     """
     begin = _begin_of(saved, target)
-    if begin is None or begin + target.nbytes > length:
+    if begin is None:
         return False
-    elements: Any = target.view(-1).view(torch.uint8).numpy()
-    memory, position = memoryview(elements), offset + begin
+    elements: Any = _bytes_of(target).numpy()
+    memory = memoryview(elements)
+    saved.seek(begin)
     while memory:
-        size = os.preadv(file.fileno(), [memory], position)
+        size = saved.readinto(memory)  # type: ignore[union-attr]
         if not size:
             return False
-        memory, position = memory[size:], position + size
+        memory = memory[size:]
     return True
+
+
+@dataclass(frozen=True)
+class ElementsInMemory:
+    """The elements of a saved tensor, as bytes in several arrays."""
+
+    slices: Sequence[np.ndarray]
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Copy them to a contiguous tensor of their dtype and number."""
+        memory, first = _bytes_of(target), 0
+        for part in self.slices:
+            memory[first : first + part.size].copy_(torch.from_numpy(part))
+            first += part.size
+
+
+def elements_of(target: torch.Tensor, saved: BytesInMemory) -> ElementsInMemory | None:
+    """The elements for `target`, which may be on any device; None where `read_into` returns False."""
+    begin = _begin_of(saved, target)
+    if begin is None:
+        return None
+    slices = saved.slices(begin, target.nbytes)
+    return ElementsInMemory(slices) if sum(part.size for part in slices) == target.nbytes else None
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -77,10 +153,11 @@ class _Stored:
     size: tuple[int, ...]
 
 
-def _begin_of(saved: IO[bytes], target: torch.Tensor) -> int | None:
+def _begin_of(saved: IO[bytes] | BytesInMemory, target: torch.Tensor) -> int | None:
     """Position of the first element of the saved tensor in the stream."""
     try:
-        archive: Any = torch._C.PyTorchFileReader(saved)  # which torch.load uses; its stub lacks methods
+        reader: Any = torch._C.PyTorchFileReader  # which torch.load uses; its stub lacks methods
+        archive = reader(saved)
         if archive.has_record("byteorder") and archive.get_record("byteorder").decode() != sys.byteorder:
             return None
         content = restricted_pickle.load(io.BytesIO(archive.get_record("data.pkl")), _names, _storage)

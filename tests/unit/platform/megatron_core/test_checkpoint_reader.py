@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_wrap.platform.megatron_core import restricted_pickle
-from megatron_wrap.platform.megatron_core.checkpoint_reader import RestrictedReader
+from megatron_wrap.checkpoint.files import hashes
+from megatron_wrap.checkpoint.files.verification import BlockVerification
+from megatron_wrap.platform.megatron_core import checkpoint_reader, restricted_pickle
+from megatron_wrap.platform.megatron_core.checkpoint_reader import RestrictedReader, read_by
 
 
 @pytest.fixture
@@ -25,6 +27,24 @@ def saved(tmp_path: Path) -> dict[str, torch.Tensor]:
         warnings.simplefilter("ignore")  # there is one process
         dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     return state
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("target_dtype", [None, torch.float64])
+def test_tensors_come_from_the_memory_that_was_compared(target_dtype, on_cpu, saved, tmp_path: Path, monkeypatch):
+    """Those on a GPU are copied there by the calling thread."""
+    monkeypatch.setattr(checkpoint_reader, "_is_on_cpu", lambda _: on_cpu)
+    names = [path.name for path in tmp_path.glob("*.distcp")]
+    hashed = hashes.hash_files(tmp_path, names)
+    loaded = {name: torch.zeros(value.size(), dtype=target_dtype or value.dtype) for name, value in saved.items()}
+    with warnings.catch_warnings(), BlockVerification(tmp_path, hashed, torch.device("cpu")) as verification:
+        warnings.simplefilter("ignore")
+        with read_by(verification):
+            monkeypatch.setattr(RestrictedReader, "_slice_file", None)  # no file is opened by the reader
+            dcp.load(loaded, storage_reader=RestrictedReader(tmp_path), no_dist=True)
+        assert verification.compared() == {(name, 0) for name in names}
+    for name, value in saved.items():
+        torch.testing.assert_close(loaded[name], value.to(target_dtype or value.dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("target_dtype", [None, torch.float64])

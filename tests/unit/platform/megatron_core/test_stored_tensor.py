@@ -1,4 +1,5 @@
-"""Tensors that torch.save wrote are read into existing memory as torch.load reads them, or left to torch.load."""
+"""Tensors that torch.save wrote are read into existing memory as torch.load reads them, or left to torch.load; from a
+file, and from bytes that lie in several arrays."""
 
 from __future__ import annotations
 
@@ -9,10 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_wrap.platform.megatron_core.stored_tensor import _DTYPES, read_into
+from megatron_wrap.platform.megatron_core.stored_tensor import (
+    _DTYPES,
+    BytesInMemory,
+    elements_of,
+    read_into,
+)
 
 BEFORE = b"another tensor"
 """Of the same file."""
@@ -21,8 +29,22 @@ BEFORE = b"another tensor"
 def read(folder: Path, content: bytes, target: torch.Tensor, after: bytes = b"after") -> bool:
     file = folder / "__0_0.distcp"
     file.write_bytes(BEFORE + content + after)
+    copies = [torch.empty_like(target).copy_(target) for _ in range(2)]
     with file.open("rb") as opened:
-        return read_into(target, opened, io.BytesIO(content), len(BEFORE), len(content))
+        was_read = read_into(target, _create_file_view(opened, len(BEFORE), len(content)))
+    assert read_into(copies[0], in_memory(content)) == was_read
+    elements = elements_of(copies[1], in_memory(content))
+    assert (elements is not None) == was_read
+    if elements is not None:
+        elements.copy_to(copies[1])
+    for copy in copies:
+        torch.testing.assert_close(copy, target, rtol=0, atol=0)
+    return was_read
+
+
+def in_memory(content: bytes, piece: int = 71) -> BytesInMemory:
+    values = np.frombuffer(content, np.uint8)
+    return BytesInMemory([values[first : first + piece].copy() for first in range(0, len(content), piece)])
 
 
 def saved(value: Any) -> bytes:
@@ -121,8 +143,25 @@ def test_damaged_and_hostile_files_are_left_to_torch(tmp_path: Path):
     assert target.eq(7).all()
 
 
-def test_a_file_that_ends_early_is_not_read(tmp_path: Path):
-    file, content = tmp_path / "__0_0.distcp", saved(torch.ones(300, 200))
-    file.write_bytes(content[: len(content) // 2])
-    with file.open("rb") as opened:  # shorter since it was opened
-        assert not read_into(torch.zeros(300, 200), opened, io.BytesIO(content), 0, len(content))
+def test_a_file_that_ends_early_is_not_read():
+    content = saved(torch.ones(300, 200))
+
+    class Short(io.BytesIO):
+        """Has its beginning and its end, where the archive is described."""
+
+        def readinto(self, buffer: Any) -> int:
+            return 0 if len(buffer) > 10_000 else super().readinto(buffer)
+
+    assert not read_into(torch.zeros(300, 200), Short(content))
+
+
+def test_bytes_in_memory_are_a_stream_like_those_of_a_file():
+    content = bytes(range(256)) * 3
+    stream, expected = in_memory(content), io.BytesIO(content)
+    for step in (lambda opened: opened.read(7), lambda opened: opened.seek(-9, 2), lambda opened: opened.read(100)):
+        assert step(stream) == step(expected)
+        assert stream.tell() == expected.tell()
+    for step in (lambda opened: opened.seek(60), lambda opened: opened.seek(5, 1), lambda opened: opened.read()):
+        assert step(stream) == step(expected)
+    assert b"".join(part.tobytes() for part in stream.slices(70, 200)) == content[70:270]
+    assert b"".join(part.tobytes() for part in stream.slices(760, 200)) == content[760:]
