@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from megatron_wrap.checkpoint.files.host_copy import HostCopy
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.files.writer import WriteJob, Writer
-from megatron_wrap.checkpoint.files.writing import FileToWrite
+from megatron_wrap.checkpoint.files.write_tensor_files import FileToWrite
+from megatron_wrap.checkpoint.files.writer_process import WriteJob, Writer
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read_record
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import describe

@@ -21,7 +21,7 @@ from megatron_wrap.checkpoint.reference import (
     save_reference,
     saved_iteration,
 )
-from megatron_wrap.checkpoint.remote.store import fetch_newest
+from megatron_wrap.checkpoint.remote.downloads import fetch_newest
 from megatron_wrap.checkpoint.remote.uploads import Uploads
 from megatron_wrap.checkpoint.save_load import DamagedCheckpoint, load_checkpoint, save_checkpoint
 from megatron_wrap.config.schema import derived

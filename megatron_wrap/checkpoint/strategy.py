@@ -37,7 +37,7 @@ from megatron_wrap.checkpoint.content import CONTENT_METADATA
 from megatron_wrap.checkpoint.factories import merged_in_place
 from megatron_wrap.checkpoint.files.complete_checkpoints import free_bytes
 from megatron_wrap.checkpoint.files.host_copy import HostCopy
-from megatron_wrap.checkpoint.files.writing import FileToWrite, Index, write_files
+from megatron_wrap.checkpoint.files.write_tensor_files import FileToWrite, Index, write_files
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, agreed, describe, on_rank_0
 from megatron_wrap.parallel.collectives import gather_objects

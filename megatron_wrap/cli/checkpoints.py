@@ -19,7 +19,7 @@ from megatron_wrap.checkpoint.files.complete_checkpoints import (
     read_facts,
 )
 from megatron_wrap.checkpoint.files.hashes import find_damage
-from megatron_wrap.checkpoint.remote.store import RemoteStore
+from megatron_wrap.checkpoint.remote.downloads import RemoteStore
 from megatron_wrap.cli.text_table import text_table
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.number_format import counted, with_prefix

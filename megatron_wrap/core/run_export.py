@@ -18,7 +18,7 @@ from megatron_wrap.bridge.export.model_card import write_model_card
 from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_adapter, save_pretrained, upload
 from megatron_wrap.bridge.export.training_record import TrainingRecord, training_record
 from megatron_wrap.bridge.export.weight_stream import WeightStream
-from megatron_wrap.bridge.mapping.adapter import adapter_family, peft_config, task_type, tied_copies
+from megatron_wrap.bridge.mapping.adapter_targets import adapter_family, peft_config, task_type, tied_copies
 from megatron_wrap.checkpoint.files.complete_checkpoints import read_facts
 from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config.schema import derived

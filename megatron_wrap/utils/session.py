@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from megatron_wrap.utils import patches
+from megatron_wrap.utils import host_output
 from megatron_wrap.utils.dist_logger import configure_console, logger
 
 
@@ -37,9 +37,9 @@ def logger_session(
         if rank is not None:
             logger.set_rank(rank)
         for wanted, apply in (
-            (patch_print, patches.send_print_to_logger),
-            (remove_logging, patches.remove_root_handlers),
-            (ignore_warning, patches.hide_warnings),
+            (patch_print, host_output.send_print_to_logger),
+            (remove_logging, host_output.remove_root_handlers),
+            (ignore_warning, host_output.hide_warnings),
         ):
             if wanted:
                 undo.callback(apply())

@@ -65,7 +65,7 @@ def without_hashes() -> Iterator[None]:
     """Plain saves write no SHA-256 of tensor files."""
     from megatron_wrap.checkpoint import strategy
     from megatron_wrap.checkpoint.files import publish_and_prune
-    from megatron_wrap.checkpoint.files.writing import write_files
+    from megatron_wrap.checkpoint.files.write_tensor_files import write_files
 
     def write(*arguments: Any) -> Any:
         return write_files(*arguments, hashed=False)

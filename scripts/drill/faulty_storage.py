@@ -35,9 +35,9 @@ import _checkpoint_runs as runs
 import _trials
 
 from megatron_wrap.checkpoint import strategy
-from megatron_wrap.checkpoint.files import writing
+from megatron_wrap.checkpoint.files import write_tensor_files
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.remote.store import RemoteStore
+from megatron_wrap.checkpoint.remote.downloads import RemoteStore
 from megatron_wrap.errors import CheckpointError
 
 FULL, READ_ONLY, SLOW, DROPPED = "full tmpfs", "read-only folder", "slow disk", "dropped connections"
@@ -79,7 +79,8 @@ def read_only(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]
 def slow(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]:
     """Writes of a plain save and the flush at their end take long; the process that writes asynchronous ones stands
     still for nine tenths of the time."""
-    seconds, write, finish = generator.uniform(0.05, 0.3), writing._HashedFile.write, writing._HashedFile.finish
+    file_class = write_tensor_files._HashedFile
+    seconds, write, finish = generator.uniform(0.05, 0.3), file_class.write, file_class.finish
 
     def slow_write(file: Any, data: bytes) -> int:
         time.sleep(seconds * len(data) / 2**20)
@@ -90,7 +91,7 @@ def slow(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]:
         return finish(file)
 
     ends = threading.Event()
-    with mock.patch.multiple(writing._HashedFile, write=slow_write, finish=slow_finish):
+    with mock.patch.multiple(file_class, write=slow_write, finish=slow_finish):
         thread = threading.Thread(target=_hinder, args=(wrap._run.checkpoints._background, ends))
         thread.start()
         yield

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.adapter_folder import adapter_keys, open_adapter, read_adapter_config
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder, folder_digest
-from megatron_wrap.bridge.mapping.adapter import (
+from megatron_wrap.bridge.mapping.adapter_targets import (
     AdaptedLayer,
     adapted_layers,
     adapter_family,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
-from megatron_wrap.bridge.mapping.adapter import (
+from megatron_wrap.bridge.mapping.adapter_targets import (
     SEQUENCE_CLASSIFICATION,
     AdaptedLayer,
     adapted_experts,

@@ -1,95 +1,117 @@
-"""Program of the process that writes the files of asynchronous saves: writes, hashes, flushes to disk, reports."""
+"""The process of a rank that writes the files of asynchronous saves; `writer_program` is its program.
+
+It is a new process, not a fork: a fork would have the device, the threads and the open ports of the rank. It ends with
+the rank, however the rank ends.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import mmap
 import os
-import pickle
-import queue
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from megatron_wrap.checkpoint.files.writer import WriteJob
-from megatron_wrap.checkpoint.files.writing import write_files
-from megatron_wrap.utils.atomic_write import write_atomically
+from megatron_wrap.checkpoint.files.write_tensor_files import FileToWrite
 
-_PARENT_SECONDS, _ALIVE_SECONDS = 0.5, 1.0
+_PROGRAM = "import sys; from megatron_wrap.checkpoint.files.writer_program import main; main(*map(int, sys.argv[1:]))"
 
 
-def main(connection: int, memory: int, rank_process: int) -> None:
-    """Write the jobs that arrive, until the rank ends.
+@dataclass(frozen=True)
+class WriteJob:
+    """The files that a rank writes for one checkpoint."""
+
+    folder: Path
+    record: str
+    """Name of the file that is written last: JSON with the position and size of each part and the hashes."""
+    files: tuple[FileToWrite, ...]
+    """Their tensors are `CopiedTensor`s."""
+    memory_bytes: int
+    """Size of the shared buffer."""
+
+
+class Writer:
+    """The process, started at its first job. One job at a time.
 
     Args:
-        connection: descriptor of the pipe to the rank.
         memory: descriptor of the buffer with the tensors.
-        rank_process: id of the rank's process.
     """
-    pipe = Connection(connection)
-    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(pipe, jobs, rank_process), daemon=True).start()
-    while True:
-        job: WriteJob = pickle.loads(jobs.get())
-        with _alive(job.folder / f"{job.record}.part"):  # which becomes the record
-            result = _result(job, memory)
-        pipe.send(result)
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._is_busy = False
+        self._lock = threading.RLock()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process; None if there is none."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, job: WriteJob) -> None:
+        """Begin to write; returns at once. A process that has died is started again.
+
+        Raises:
+            OSError: there is no process.
+        """
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
+                self._launch()
+            assert self._connection is not None
+            self._is_busy = True
+            self._connection.send(job)
+
+    def finished(self, timeout: float | None) -> str | None:
+        """The result of the job: an error, or an empty text; None if it is still being written.
+
+        Args:
+            timeout: seconds to wait; None: until the end.
+        """
+        with self._lock:
+            if not self._is_busy or self._connection is None or self._process is None:
+                return ""
+            try:
+                if not self._connection.poll(timeout):
+                    return None
+                result = str(self._connection.recv())
+            except (OSError, EOFError):
+                result = f"the process that writes checkpoints has ended ({_reason(self._process.wait())})"
+            self._is_busy = False
+            return result
+
+    def close(self) -> None:
+        """End the process, also in the middle of a job."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+            self._process, self._connection, self._is_busy = None, None, False
+
+    def _launch(self) -> None:
+        ours, theirs = Pipe()
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(self._memory), str(os.getpid())],
+                env=environment,
+                pass_fds=(theirs.fileno(), self._memory),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C ends the rank, which waits for this process
+            )
+        self._connection = ours
 
 
-def _receive(pipe: Connection, jobs: queue.SimpleQueue[bytes], rank_process: int) -> None:
-    """Receive jobs also while one is written, so that the end of the rank ends this process at once.
-
-    Forked processes of the rank have a copy of its end of the pipe, which keeps the pipe open after the rank.
-    """
-    while os.getppid() == rank_process:
-        try:
-            if pipe.poll(_PARENT_SECONDS):
-                jobs.put(pipe.recv_bytes())
-        except (OSError, EOFError):
-            break
-    os._exit(0)
-
-
-@contextlib.contextmanager
-def _alive(file: Path) -> Iterator[None]:
-    """In the block, the time of the file advances, which lets an ending rank 0 wait for this process."""
-    ends = threading.Event()
-
-    def touch() -> None:
-        while not ends.wait(_ALIVE_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(file)
-
-    with contextlib.suppress(OSError):
-        file.touch()
-    thread = threading.Thread(target=touch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join()
-
-
-def _result(job: WriteJob, memory: int) -> str:
-    """An error, or an empty text."""
-    try:
-        write(job, memory)
-    except OSError as error:
-        return str(error)
-    except Exception as error:  # the rank raises it
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def write(job: WriteJob, memory: int) -> None:
-    """Write the files of a job, and then its record.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    buffer = mmap.mmap(memory, job.memory_bytes, access=mmap.ACCESS_WRITE) if job.memory_bytes else None
-    record = write_files(job.folder, job.files, lambda copy: copy.tensor(buffer))
-    write_atomically(job.folder / job.record, json.dumps(record))
+def _reason(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

@@ -19,7 +19,7 @@ from megatron_wrap.checkpoint.files.complete_checkpoints import (
     read_facts,
 )
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.remote.store import RemoteStore
+from megatron_wrap.checkpoint.remote.downloads import RemoteStore
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.metrics.number_format import counted, with_prefix
 from megatron_wrap.remote.files import describe

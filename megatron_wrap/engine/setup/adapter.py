@@ -12,7 +12,13 @@ from torch import Tensor
 from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters, with_other_adapter
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.load_weights import load_weights
-from megatron_wrap.bridge.mapping.adapter import ADAPTER, AdaptedLayer, TargetModule, is_linear, saved_parameters
+from megatron_wrap.bridge.mapping.adapter_targets import (
+    ADAPTER,
+    AdaptedLayer,
+    TargetModule,
+    is_linear,
+    saved_parameters,
+)
 from megatron_wrap.bridge.mapping.model_parameters import local_pieces, view_of
 from megatron_wrap.bridge.mapping.tensors import Mapping
 from megatron_wrap.config.schema import derived

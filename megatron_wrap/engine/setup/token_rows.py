@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.mapping.adapter import ADAPTER
+from megatron_wrap.bridge.mapping.adapter_targets import ADAPTER
 from megatron_wrap.bridge.mapping.token_rows import EMBEDDING, refuse_unknown_tokens, trained_rows
 from megatron_wrap.bridge.mapping.value_model import HEAD
 from megatron_wrap.config.schema import derived

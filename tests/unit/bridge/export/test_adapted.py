@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
-from megatron_wrap.bridge.mapping.adapter import peft_config
+from megatron_wrap.bridge.mapping.adapter_targets import peft_config
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import CheckpointError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_wrap.bridge.mapping.adapter import saved_parameters, tied_copies
+from megatron_wrap.bridge.mapping.adapter_targets import saved_parameters, tied_copies
 from megatron_wrap.bridge.mapping.tensors import vocabulary
 from megatron_wrap.bridge.mapping.token_rows import (
     EMBEDDING,

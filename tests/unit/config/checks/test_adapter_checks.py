@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.mapping.adapter import adapted_layers, saved_parameters
+from megatron_wrap.bridge.mapping.adapter_targets import adapted_layers, saved_parameters
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.errors import ConfigError

@@ -1,4 +1,4 @@
-"""The checkpoints of a remote folder. Names are those of a local one (`files/complete_checkpoints.py`).
+"""The checkpoints of a remote folder, and their downloads. Names are as in `files/complete_checkpoints.py`.
 
 The manifest of a checkpoint is the last of its files that is sent, and the tracker follows it. Needs neither torch nor
 Megatron-Core.

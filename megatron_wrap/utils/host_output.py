@@ -1,4 +1,4 @@
-"""Optional changes of the host program: `patch_print`, `remove_logging`, `ignore_warning`.
+"""Optional changes of what the host program prints, logs and warns: `patch_print`, `remove_logging`, `ignore_warning`.
 
 Each function applies one and returns the function that reverts it and keeps what others have added since.
 """
