@@ -30,8 +30,9 @@ HASHERS_OF_PROCESSOR = 2
 HASH_BYTES = 2 * 2**20
 """What each of them reads at once: it stays in the processor's cache, and the system reads more than this ahead, so
 that the disk is busy while it is hashed."""
-HELD_BESIDE = 4
-"""Blocks in memory beside one for each of these threads: of those, tensors are taken."""
+HELD_BESIDE = 2
+"""Blocks in memory beside one for each of these threads: of those, tensors are taken. The pages of more memory cost as
+much as they save."""
 READERS = 4
 """Threads that take tensors out of memory or, without hashes, out of files, at most; most of the time is the copy."""
 AHEAD_BYTES = 512 * 2**20
@@ -51,7 +52,7 @@ class _HeldBlock:
 class BlockVerification:
     """A context manager, whose end stops the threads.
 
-    Host memory: twelve blocks with eight threads, more while a tensor is larger.
+    Host memory: ten blocks with eight threads, more while a tensor is larger.
 
     Args:
         folder: of the checkpoint.
