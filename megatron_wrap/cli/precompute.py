@@ -19,7 +19,8 @@ from megatron_wrap.cli.launching import (
     started,
 )
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.run import check_layout, check_run, check_values
+from megatron_wrap.config.checks.process_count import check_layout
+from megatron_wrap.config.checks.run import check_run, check_values
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.launch.contract.launcher import Program

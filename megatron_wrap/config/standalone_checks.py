@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union
 
 from megatron_wrap.config.checks.located_errors import check_each, refuse
-from megatron_wrap.config.checks.run import check_layout, check_values
+from megatron_wrap.config.checks.process_count import check_layout
+from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.json_schema import shipped_flow_keys
 from megatron_wrap.config.reading.yaml_nodes import describe
 from megatron_wrap.config.schema import derived

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.bridge.loading.hub import read_run
-from megatron_wrap.config.checks.run import check_layout
+from megatron_wrap.config.checks.process_count import check_layout
 from megatron_wrap.config.schema.derived import processes_needed
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import LayoutError, PlatformError

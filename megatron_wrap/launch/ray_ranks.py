@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.run import check_layout
+from megatron_wrap.config.checks.process_count import check_layout
 from megatron_wrap.errors import LayoutError
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.run import check_layout, check_run
+from megatron_wrap.config.checks.process_count import check_layout
+from megatron_wrap.config.checks.run import check_run
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.flow import MegatronWrapFlowEntry

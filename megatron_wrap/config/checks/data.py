@@ -1,14 +1,17 @@
-"""Contradictions between the keys of `megatron_wrap.data`."""
+"""Contradictions between the keys of `megatron_wrap.data`, of samples and of indexed data."""
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
-from megatron_wrap.config.checks.indexed import check_indexed
 from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.sources import SourceConfig
 
 _SHARES = ("weight", "epochs", "samples")
+_PREFIX_KEYS = ("path", "name", "weight")
+"""Of a source of indexed data."""
 
 
 def check_data(config: RunConfig) -> None:
@@ -18,7 +21,7 @@ def check_data(config: RunConfig) -> None:
         ConfigError: the values contradict each other.
     """
     data = config.data
-    check_indexed(config)
+    _check_indexed(config)
     if derived.is_indexed(data):
         return
     if derived.has_sources(data) and not (data.train or data.validation):
@@ -56,3 +59,72 @@ def _check_evaluation_source(config: RunConfig, name: str, source: SourceConfig)
     if source.streaming and source.samples is None:
         rule = f"the set {name} streams, so its length is unknown; set samples, the number of samples to evaluate"
         refuse(config, ["data.validation"], rule)
+
+
+def _check_indexed(config: RunConfig) -> None:
+    """Check the batches, splits and weights of indexed data.
+
+    Raises:
+        ConfigError: the values contradict each other.
+    """
+    data = config.data
+    if not derived.is_indexed(data):
+        return
+    if data.mock_data == bool(data.train):
+        needed = "indexed needs documents; set train to a prefix of .bin and .idx files, or mock_data: true"
+        rule = "mock_data true and train are both set; delete one" if data.train else needed
+        refuse(config, ["data.train", "data.mock_data"], rule)
+    if not data.shuffle:
+        refuse(config, ["data.shuffle"], "false has no effect: Megatron-Core's index is shuffled; delete it")
+    separated = [
+        name for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(data, name)
+    ]
+    if separated and data.eod_token is None and data.tokenizer is None:
+        rule = "true needs the token that ends a document; set eod_token, or tokenizer with an eos token"
+        refuse(config, [f"data.{separated[0]}"], rule)
+    _check_split(config)
+    for sources in (data.train, *data.validation.values()):
+        _check_prefixes(config, sources)
+    _check_weights(config, data.train)
+
+
+def _check_split(config: RunConfig) -> None:
+    data = config.data
+    if data.split is None:
+        return
+    if data.mock_data:
+        refuse(config, ["data.split"], f"{data.split} has no effect with mock_data; delete it")
+    if data.validation:
+        rule = f"{data.split} takes validation from train, but validation is also set; delete one of them"
+        refuse(config, ["data.split", "data.validation"], rule)
+    try:
+        derived.split_shares(data.split)
+    except ValueError:
+        rule = "must be the shares of training, validation and test, such as 949,50,1 or 98,2,0, the first above 0"
+        refuse(config, ["data.split"], f"{rule}, not {data.split!r}")
+
+
+def _check_prefixes(config: RunConfig, sources: Sequence[SourceConfig]) -> None:
+    for source in sources:
+        for field in dataclasses.fields(SourceConfig):
+            default = {} if field.name == "columns" else field.default
+            if field.name not in _PREFIX_KEYS and getattr(source, field.name) != default:
+                rule = f"{source.name} has {field.name}, but indexed data accepts {', '.join(_PREFIX_KEYS)}; delete it"
+                refuse(config, ["data.train"], rule)
+
+
+def _check_weights(config: RunConfig, sources: Sequence[SourceConfig]) -> None:
+    weights = [source.weight for source in sources if source.weight is not None]
+    if not weights:
+        return
+    without = [source.name for source in sources if source.weight is None]
+    if without:
+        rule = f"{', '.join(without)} has no weight and the others have one; set it for all sources, or none"
+        refuse(config, ["data.train"], rule)
+    total = math.fsum(weights)
+    if not any(math.isclose(total, whole, rel_tol=1e-6) for whole in (1, 100)):
+        shares = ", ".join(
+            f"{source.name} {100 * weight / total:.6g}" for source, weight in zip(sources, weights, strict=True)
+        )
+        rule = f"the weights sum to {total:g}, not to 1 or 100; write these instead: {shares}"
+        refuse(config, ["data.train"], rule)
