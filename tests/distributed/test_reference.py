@@ -1,4 +1,4 @@
-"""Second models: from a folder, offloaded, following the policy, and computed before training."""
+"""Reference models: from a folder, offloaded, following the policy, and computed before training."""
 
 from __future__ import annotations
 
