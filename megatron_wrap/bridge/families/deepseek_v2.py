@@ -76,26 +76,26 @@ def latent_config(arch: ArchConfig) -> dict[str, Any]:
 
 def latent_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     """One layer, dense or MoE."""
-    mine, attention = ours + "self_attention.", theirs + "self_attn."
+    prefix, attention = ours + "self_attention.", theirs + "self_attn."
     query = sizes.heads * (arch.qk_head_dim + arch.qk_pos_emb_head_dim)
     latent = arch.kv_lora_rank
     table = llama.norm_table(sizes, ours, theirs)
     if arch.q_lora_rank is None:
-        table[mine + "linear_q_proj.weight"] = weights.column(attention + "q_proj.weight", query, sizes.hidden)
+        table[prefix + "linear_q_proj.weight"] = weights.column(attention + "q_proj.weight", query, sizes.hidden)
     else:
         rank = arch.q_lora_rank
-        table[mine + "linear_q_down_proj.weight"] = weights.column(attention + "q_a_proj.weight", rank, sizes.hidden)
-        table[mine + "q_layernorm.weight"] = weights.replicated(attention + "q_a_layernorm.weight", rank)
-        table[mine + "linear_q_up_proj.weight"] = weights.column(attention + "q_b_proj.weight", query, rank)
+        table[prefix + "linear_q_down_proj.weight"] = weights.column(attention + "q_a_proj.weight", rank, sizes.hidden)
+        table[prefix + "q_layernorm.weight"] = weights.replicated(attention + "q_a_layernorm.weight", rank)
+        table[prefix + "linear_q_up_proj.weight"] = weights.column(attention + "q_b_proj.weight", query, rank)
     down = latent + arch.qk_pos_emb_head_dim
     up = sizes.heads * (arch.qk_head_dim + arch.v_head_dim)
     table |= {
-        mine + "linear_kv_down_proj.weight": weights.column(
+        prefix + "linear_kv_down_proj.weight": weights.column(
             attention + "kv_a_proj_with_mqa.weight", down, sizes.hidden
         ),
-        mine + "kv_layernorm.weight": weights.replicated(attention + "kv_a_layernorm.weight", latent),
-        mine + "linear_kv_up_proj.weight": weights.column(attention + "kv_b_proj.weight", up, latent),
-        mine + "linear_proj.weight": weights.row(
+        prefix + "kv_layernorm.weight": weights.replicated(attention + "kv_a_layernorm.weight", latent),
+        prefix + "linear_kv_up_proj.weight": weights.column(attention + "kv_b_proj.weight", up, latent),
+        prefix + "linear_proj.weight": weights.row(
             attention + "o_proj.weight", sizes.hidden, sizes.heads * arch.v_head_dim
         ),
     }

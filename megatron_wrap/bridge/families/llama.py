@@ -106,9 +106,9 @@ def experts_table(
     ffn = moe_ffn_hidden_size(arch)
     for number in range(arch.num_experts):
         gate, up, down = (f"{theirs}experts.{number}.{name}.weight" for name in names)
-        mine = f"{ours}experts.{number}."
-        table[mine + "linear_fc1.weight"] = weights.gated(gate, up, ffn, sizes.hidden)
-        table[mine + "linear_fc2.weight"] = weights.row(down, sizes.hidden, ffn)
+        expert = f"{ours}experts.{number}."
+        table[expert + "linear_fc1.weight"] = weights.gated(gate, up, ffn, sizes.hidden)
+        table[expert + "linear_fc2.weight"] = weights.row(down, sizes.hidden, ffn)
     shared_ffn = arch.moe_shared_expert_intermediate_size
     if shared_ffn is not None:
         table |= mlp_table(shared_ffn, arch, sizes, ours + "shared_experts.", f"{theirs}{shared}.")

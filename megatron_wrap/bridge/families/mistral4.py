@@ -54,9 +54,9 @@ def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
     gate_up = weights.gated(experts + "gate_up_proj", experts + "gate_up_proj", ffn, sizes.hidden)
     down = weights.row(experts + "down_proj", sizes.hidden, ffn)
     for number in range(arch.num_experts or 0):  # all experts of a layer are in one tensor
-        mine = f"{ours}mlp.experts.{number}."
-        table[mine + "linear_fc1.weight"] = weights.stacked(gate_up, number)
-        table[mine + "linear_fc2.weight"] = weights.stacked(down, number)
+        expert = f"{ours}mlp.experts.{number}."
+        table[expert + "linear_fc1.weight"] = weights.stacked(gate_up, number)
+        table[expert + "linear_fc2.weight"] = weights.stacked(down, number)
     return table
 
 

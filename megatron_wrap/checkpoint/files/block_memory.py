@@ -9,13 +9,13 @@ import torch
 
 
 class BlockMemory:
-    """Memory of one size, from any thread.
+    """Buffers of the same size, for use from any thread.
 
     The pages of new memory cost as much as the reading, so that memory is used again, and has large pages where the
     system permits them.
 
     Args:
-        num_bytes: of each.
+        num_bytes: the size of a buffer.
         device: if it is a GPU, the memory is page-locked, so that the device copies from it without the processor.
     """
 
@@ -26,18 +26,18 @@ class BlockMemory:
         """Addresses."""
 
     def take(self) -> memoryview:
-        """Memory that nothing else uses, with any content."""
+        """Unused memory, with arbitrary content."""
         try:
             return self._free.pop()
         except IndexError:
             return self._allocate()
 
     def give_back(self, memory: memoryview) -> None:
-        """Nothing uses the memory any more."""
+        """Return memory that is no longer used."""
         self._free.append(memory)
 
     def close(self) -> None:
-        """No memory is used any more."""
+        """Release all memory, none of which may be in use."""
         for address in self._locked:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._locked.clear()
@@ -52,7 +52,7 @@ class BlockMemory:
         return memoryview(pages)
 
     def _lock(self, address: int) -> None:
-        """Copies from memory that cannot be page-locked are slower, and that is all."""
+        """Page-lock memory. If that fails, copies are slower, but correct."""
         with torch.cuda.device(self._device):  # the one of this thread is GPU 0
             if int(torch.cuda.cudart().cudaHostRegister(address, self._num_bytes, 0)) == 0:
                 self._locked.append(address)

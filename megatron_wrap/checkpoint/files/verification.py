@@ -31,10 +31,11 @@ HASH_BYTES = 2 * 2**20
 """What each of them reads at once: it stays in the processor's cache, and the system reads more than this ahead, so
 that the disk is busy while it is hashed."""
 HELD_BESIDE = 2
-"""Blocks in memory beside one for each of these threads: of those, tensors are taken. The pages of more memory cost as
-much as they save."""
+"""Blocks in memory besides one per thread: those from which tensors are read. More do not save time, since the pages of
+new memory cost as much."""
 READERS = 4
-"""Threads that take tensors out of memory or, without hashes, out of files, at most; most of the time is the copy."""
+"""Threads, at most, that read tensors from this memory or, without hashes, from files. Most of the time is
+the copy."""
 AHEAD_BYTES = 512 * 2**20
 """Largest size of the tensors that are read ahead, in host memory; one alone may be larger."""
 
@@ -81,15 +82,15 @@ class BlockVerification:
         self._memory.close()
 
     def begin(self, part: int, parts: int) -> None:
-        """Begin to read a part of the files before it is known which are read, as many blocks as memory is for. A
-        rank's own files are there, and the first reading waits less."""
+        """Begin to read a part of the blocks, as many as memory can hold, before it is known which ones the rank needs.
+        These are mostly from the files that it wrote, so that the first tensors come earlier."""
         every = self._every_block()
         for block in every[len(every) * part // parts : len(every) * (part + 1) // parts][: self._most_held]:
             self._begin(block)
 
     def ahead(self, parts: Sequence[FilePart], read: ReadPart) -> Iterator[tuple[FilePart, Any]]:
-        """Each part and what `read` returned for it, in this order; threads call it when a part's blocks are compared,
-        with the memory that was compared. What that memory has is valid until the next part is asked for.
+        """Each part and what `read` returned for it, in this order. Threads call `read` once a part's blocks are
+        compared, with that memory; its content is valid until the next part is requested.
 
         Raises:
             CheckpointError: a block differs, or cannot be read.
@@ -123,8 +124,8 @@ class BlockVerification:
         return {*self._held, *self._released}
 
     def compare_rest(self, compared: set[Block], part: int, parts: int) -> None:
-        """Compare the blocks that were begun here and not read, and of those that no process began every `parts`-th
-        from this one; set `damage`.
+        """Compare the blocks that this process holds, and every `parts`-th, from number `part` on, of those that no
+        process compared; set `damage`.
 
         Args:
             compared: by any process.
@@ -143,12 +144,12 @@ class BlockVerification:
             self._begin(waiting.popleft())
 
     def _release_all_but(self, first: Sequence[Block]) -> None:
-        """Leave the memory of blocks to those that come first."""
+        """Release the memory of all other blocks than those that are needed first."""
         for block in set(self._held) - set(first):
             self._release(block)
 
     def _release(self, block: Block) -> None:
-        """Use the memory of a block for others, now or when it is read; a block that no thread reads yet is left."""
+        """Return the memory of a block, once its reading ends; a block that no thread reads yet will not be read."""
         held = self._held.pop(block)
         if not held.cancel():
             self._released[block] = held
@@ -167,7 +168,7 @@ class BlockVerification:
             raise
 
     def _hash(self, name: str, index: int) -> _HeldBlock:
-        """The block is not needed in memory."""
+        """Read and hash a block whose content is not needed."""
         read = self._read(name, index)
         self._memory.give_back(read.memory)
         return read
@@ -187,7 +188,7 @@ class BlockVerification:
         return BytesInMemory(pieces)
 
     def _compare(self, block: Block, read: Future[_HeldBlock]) -> None:
-        """Wait for the hash of a block, and set `damage` if it is another one."""
+        """Wait for the hash of a block, and set `damage` if it differs."""
         name, index = block
         try:
             if read.result().value != self._hashes[name]["blocks"][index]:
@@ -196,7 +197,7 @@ class BlockVerification:
             self.damage = self.damage or f"{name} cannot be read ({error})"
 
     def _block_bytes(self) -> int:
-        """Of memory for a block: less than a whole one if all files are small."""
+        """Memory for a block: less than `BLOCK_BYTES` if all files are smaller."""
         sizes = [1]
         for name in self._hashes:
             with contextlib.suppress(OSError):  # a block of it cannot be read, either

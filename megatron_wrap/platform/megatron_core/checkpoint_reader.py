@@ -96,8 +96,8 @@ class RestrictedReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """Read the parts of files in the order of their positions, each once, through `read_by`; into the tensors that
-        request them, where they are on the CPU and a part is all of one of them.
+        """Read the parts of files in the order of their positions, each once, through `read_by`. If a part is requested
+        by a single contiguous tensor, it is read directly into it, or copied to it if it is on a GPU.
 
         Raises:
             CheckpointError: an object in a file refers to a class that checkpoints do not contain, or `read_by` refuses

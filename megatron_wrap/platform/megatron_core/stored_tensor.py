@@ -73,13 +73,13 @@ class BytesInMemory(io.RawIOBase):
 
     def slices(self, begin: int, length: int) -> list[np.ndarray]:
         """Views of `length` bytes from `begin` on, or of those that are there."""
-        found, first = [], 0
+        pieces, first = [], 0
         for piece in self._pieces:
             part = piece[max(0, begin - first) : max(0, begin + length - first)]
             if part.size:
-                found.append(part)
+                pieces.append(part)
             first += piece.size
-        return found
+        return pieces
 
 
 def read_into(target: torch.Tensor, saved: IO[bytes] | BytesInMemory) -> bool:
