@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -15,6 +14,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel, PredictionLayers
 from megatron_wrap.model.request import ModelRequest
+from megatron_wrap.model.vocabulary_padding import mask_padded_vocabulary
 from megatron_wrap.nn.core_attention import TorchCoreAttention
 from megatron_wrap.nn.experts.router import Router
 from megatron_wrap.nn.kernels.available import has_triton
@@ -22,7 +22,6 @@ from megatron_wrap.nn.latent_attention import LatentAttention, LocalLatentAttent
 from megatron_wrap.nn.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron_wrap.nn.norm import NormBeforeAdd, norm_class
 from megatron_wrap.nn.self_attention import DecoderSelfAttention, FusedSelfAttention
-from megatron_wrap.ops.deferred_logits import is_deferred
 from megatron_wrap.plan.context_exchange import can_use_attention_of_transformer_engine
 from megatron_wrap.platform.megatron_core import versions
 
@@ -40,7 +39,7 @@ def gpt_model_provider(request: ModelRequest) -> BatchFirstGPTModel:
         prediction=_prediction_layers(request),
     )
     if request.post_process:
-        _mask_padded_vocabulary(model, request)
+        mask_padded_vocabulary(model, request)
     return model
 
 
@@ -201,24 +200,3 @@ def _norm(request: ModelRequest) -> Any:
 
         return TENorm
     return norm_class(request.config.arch.normalization)
-
-
-def _mask_padded_vocabulary(model: BatchFirstGPTModel, request: ModelRequest) -> None:
-    """Mask the padding columns of the vocabulary, so that the loss does not depend on the amount of padding, which
-    grows with the tensor-parallel size."""
-    tp = request.state.tp
-    columns = request.padded_vocab_size // tp.size
-    first_padded = max(0, request.vocab_size - tp.rank * columns)
-    if first_padded >= columns:
-        return
-    if model.defers_logits:
-        model.output_layer.unpadded = first_padded
-
-    def mask(_module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        logits, bias = outputs
-        if is_deferred(logits):
-            return outputs
-        logits[..., first_padded:] = torch.finfo(logits.dtype).min / 2
-        return logits, bias
-
-    model.output_layer.register_forward_hook(mask)

@@ -35,10 +35,3 @@ class MegatronModelProviderEntry:
     def get_provider(provider_key: str) -> ModelProvider:
         """The provider registered as `provider_key`; `ConfigError` if unknown."""
         return _PROVIDERS.resolve(provider_key)
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """The vocabulary size rounded up to a multiple of divisible_by * tensor_parallel_size, as in Megatron-LM
-    (megatron/training/tokenizer)."""
-    multiple = divisible_by * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple
