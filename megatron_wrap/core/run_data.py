@@ -55,7 +55,16 @@ class RunData:
             stored = self.cached_samples(stream, state.flow, of_sample)
         else:
             stream = stream_of(samples, config.train.seed, config.data.shuffle)
-        loader = BatchLoader(config, state.flow, of_sample, state.micro_batching, state.localization, stream, stored)
+        loader = BatchLoader(
+            config,
+            state.flow,
+            of_sample,
+            state.micro_batching,
+            state.localization,
+            stream,
+            stored,
+            state.reduction.host_waits,
+        )
         self.loaders.append(loader)
         try:
             while state.progress.iteration < derived.train_iters(config):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,6 +27,8 @@ from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.utils.dist_logger import logger
 
 _SHOWN_BAD_ROWS = 5
+_LONGEST_DELAY = 1.0
+"""Seconds after which a batch is received although the host does not wait for the device."""
 
 
 class BatchLoader:
@@ -38,6 +41,7 @@ class BatchLoader:
         micro_batching, localization: of the run.
         stream: the order of samples; each worker reads a copy of its own.
         stored: samples prepared before, by position of the stream; None: there are none.
+        host_waits: of the run's `MetricReduction`; the next batch is received then.
     """
 
     def __init__(
@@ -48,12 +52,13 @@ class BatchLoader:
         micro_batching: MicroBatching,
         localization: Localization,
         stream: SampleStream,
-        stored: PreparedSamples | None = None,
+        stored: PreparedSamples | None,
+        host_waits: threading.Event,
     ) -> None:
         self._config, self._rule = config, batch_rule(config, micro_batching)
         self._flow, self._preparation = flow, of_sample
         self._micro_batching, self._localization = micro_batching, localization
-        self._stream, self._stored = stream, stored
+        self._stream, self._stored, self._host_waits = stream, stored, host_waits
         self._loading: Generator[PreparedBatch] | None = None
         self._next: Cursor | None = None
         self._left_out: Collection[int] = frozenset()
@@ -108,14 +113,25 @@ class BatchLoader:
             self._config.data.prefetch_batches,
             pin_memory=device.type == "cuda",
         )
-        # the thread receives a batch during the step before: copying it takes milliseconds, in which the device would
-        # wait; it may wait for a worker, so the workers end first
+
+        def receive() -> PreparedBatch:
+            self._host_waits.wait(_LONGEST_DELAY)
+            return PreparedBatch(workers.next())
+
+        # The thread receives a batch during the step before. That takes milliseconds, most of them with Python's lock:
+        # at the beginning of a step the device would wait for kernels that this thread cannot queue meanwhile. It may
+        # wait for a worker, so the workers end first.
         with ThreadPoolExecutor(1, "batches", initializer=select) as thread, contextlib.closing(workers):
-            coming = thread.submit(lambda: PreparedBatch(workers.next()))
-            while True:
-                batch = coming.result()
-                coming = thread.submit(lambda: PreparedBatch(workers.next()))
-                yield batch
+            coming = thread.submit(receive)
+            try:
+                while True:
+                    self._host_waits.set()
+                    batch = coming.result()
+                    self._host_waits.clear()
+                    coming = thread.submit(receive)
+                    yield batch
+            finally:
+                self._host_waits.set()
 
     def _batches(self, cursor: Cursor, worker: int, workers: int) -> Iterator[BatchParts]:
         """Every `workers`-th batch, beginning with batch `worker` after `cursor`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -45,6 +46,9 @@ class MetricReduction:
         self._device = device
         self._known: dict[str, dict[str, str]] = {}
         """Kind of step -> name of each metric, sorted, and its kind."""
+        self.host_waits = threading.Event()
+        """Set when this process has queued all work of a step and waits for the device: work in other threads then
+        delays nothing that is to be queued, which would need Python's lock."""
 
     def reduce(
         self,
@@ -93,6 +97,7 @@ class MetricReduction:
             reduce_in_place(vector[: len(numbers)], "sum", self._parallel.world.group)
         if extremes:
             reduce_in_place(vector[len(numbers) : last], "max", self._parallel.world.group)
+        self.host_waits.set()
         read: list[float] = vector.tolist()
         return read
 

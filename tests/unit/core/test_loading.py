@@ -187,6 +187,28 @@ def test_an_edited_batch_is_prepared_again():
         assert wrap.train(batch)["skipped_iterations"] == 1
 
 
+def test_the_next_batch_is_received_while_the_host_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(22)
+    received: list[float] = []
+    monkeypatch.setattr(loader, "_LONGEST_DELAY", 60.0)
+    following = Workers.next
+    monkeypatch.setattr(Workers, "next", lambda workers: (received.append(time.monotonic()), following(workers))[1])
+    with started(f"{DATA}.num_workers=1") as wrap:
+        batches = wrap.batches()
+        batch = next(batches)
+        time.sleep(0.1)
+        assert len(received) == 1
+        wrap.train(batch)
+        ended = time.monotonic()
+        while len(received) < 2:
+            assert time.monotonic() < ended + 20
+            time.sleep(0.01)
+        next(batches)
+        time.sleep(0.1)
+        assert len(received) == 2
+    assert time.monotonic() < ended + 20  # the end does not wait for the thread
+
+
 def test_ten_batches_in_a_row_without_a_trained_token_are_one_error():
     write(22)
     with started(f"{TRAIN}.train_iters=30", f"{DATA}.num_workers=0") as wrap:
