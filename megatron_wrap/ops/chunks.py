@@ -136,7 +136,7 @@ class _InChunks(torch.autograd.Function):
         hidden = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors[:count]]
         of_tokens = [_rows(tensor, call.shape) for tensor in tensors[2 * count :]]
         known = call.known if any(needed) else None
-        early = None if known is None else (torch.empty_like(hidden[0]) if needed[0] else None, known.reshape(-1))
+        early = None if known is None else _Early(torch.empty_like(hidden[0]) if needed[0] else None, known.reshape(-1))
         chunks = list(call.chunks())
         parts: list[list[Tensor]] = []
         differentiable: list[bool] = []
@@ -146,6 +146,8 @@ class _InChunks(torch.autograd.Function):
             if early is not None:
                 results = _with_known_gradient(call, logits[0], rows, hidden[0], chunk, early, needed[count])
                 differentiable = [True]
+                if chunk is not chunks[-1]:
+                    early.finish()
             elif any(needed) and chunk is chunks[-1]:  # with a graph, which shows the results that have a gradient
                 with torch.enable_grad():
                     results = call([part.requires_grad_() for part in logits], rows)
@@ -172,17 +174,35 @@ class _InChunks(torch.autograd.Function):
         upstream = [None if grad is None else _rows(grad, call.shape) for grad in grad_outputs]
         early, ctx.early = ctx.early, None  # a second backward through the same graph computes all of it
         if early is not None:
-            of_hidden, known = early
-            upstream, as_expected = _difference(upstream[0], known)
-            if as_expected:
+            upstream, is_as_expected = _difference(upstream[0], early.known)
+            early.finish()
+            if is_as_expected():
                 weight_gradients = _returned(call, [call.projections[0].gradient_buffer() if needed[count] else None])
-                shaped = None if of_hidden is None else of_hidden.view(tensors[0].shape)
+                shaped = None if early.of_hidden is None else early.of_hidden.view(tensors[0].shape)
                 return None, shaped, *weight_gradients, *(None for _ in tensors[2:])
         gradients, buffers = _recomputed(call, tensors, upstream, needed)
-        if early is not None and early[0] is not None:
-            gradients[0] = early[0].view(tensors[0].shape).add_(gradients[0])
+        if early is not None and early.of_hidden is not None:
+            gradients[0] = early.of_hidden.view(tensors[0].shape).add_(gradients[0])
         weight_gradients = _returned(call, buffers)
         return None, *gradients[:count], *weight_gradients, *gradients[count:]
+
+
+@dataclass
+class _Early:
+    """Gradients that are computed in the forward pass."""
+
+    of_hidden: Tensor | None
+    """[B * S, H]; None: not needed."""
+    known: Tensor
+    """[B * S], the gradient of the result that they follow from."""
+    unfinished: list[Callable[[], None]] = field(default_factory=list)
+    """Products that are still to be added to the weight's gradient."""
+
+    def finish(self) -> None:
+        """Add these products. Those of the last chunk are computed in the backward pass, while the host waits for the
+        comparison of the gradient and queues what follows: the device would wait for it."""
+        while self.unfinished:
+            self.unfinished.pop()()
 
 
 def _with_known_gradient(
@@ -191,28 +211,41 @@ def _with_known_gradient(
     rows: list[Tensor],
     hidden: Tensor,
     chunk: slice,
-    early: tuple[Tensor | None, Tensor],
+    early: _Early,
     weight_needed: bool,
 ) -> list[Tensor]:
-    """The result for a chunk, whose gradients are added to the weight's buffer and written to early[0]."""
-    projection, (of_hidden, known) = call.projections[0], early
+    """The result for a chunk, whose gradients are written to `early.of_hidden`, and the weight's to be finished."""
+    projection = call.projections[0]
     with torch.enable_grad():
         results = call([logits.requires_grad_()], rows)
-    (grad,) = torch.autograd.grad(results[0], logits, known[chunk].view(results[0].shape))
-    buffer = projection.gradient_buffer() if weight_needed else None
-    product = projection.add_product(hidden[chunk], logits, grad, buffer)
-    if of_hidden is not None:
-        of_hidden[chunk] = product
+    (grad,) = torch.autograd.grad(results[0], logits, early.known[chunk].view(results[0].shape))
+    product = projection.product(logits, grad)
+    if early.of_hidden is not None:
+        early.of_hidden[chunk] = product
+    if weight_needed:
+        buffer = projection.gradient_buffer()
+        early.unfinished.append(lambda: projection.add_gradient(hidden[chunk], grad, buffer))
     return results
 
 
-def _difference(upstream: Tensor | None, known: Tensor) -> tuple[list[Tensor | None], bool]:
-    """What is still to be passed back beside the known gradient, and whether it is nothing. The device is waited for:
-    the comparison decides what is computed."""
+def _difference(upstream: Tensor | None, known: Tensor) -> tuple[list[Tensor | None], Callable[[], bool]]:
+    """What is still to be passed back beside the known gradient, and a function that waits for the device and returns
+    whether it is nothing, which decides what is computed."""
     if upstream is None:
-        return [-known], False
+        return [-known], lambda: False
     difference = upstream - known
-    return [difference], bool((difference.abs() <= _SAME * known.abs()).all())
+    is_nothing = (difference.abs() <= _SAME * known.abs()).all()
+    if not is_nothing.is_cuda:
+        return [difference], lambda: bool(is_nothing)
+    on_host, copied = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+    on_host.copy_(is_nothing, non_blocking=True)
+    copied.record()
+
+    def read() -> bool:
+        copied.synchronize()
+        return bool(on_host)
+
+    return [difference], read
 
 
 def _recomputed(

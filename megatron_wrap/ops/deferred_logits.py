@@ -69,11 +69,16 @@ class OutputProjection:
     def add_product(self, hidden: Tensor, logits: Tensor, grad: Tensor, weight_gradient: Tensor | None) -> Tensor:
         """Gradient [n, H] of hidden states [n, H] from that of their logits [n, V/tp], which is overwritten; and add
         the weight's to `weight_gradient`. `logits` are read only where there is a soft cap."""
+        product = self.product(logits, grad)
+        if weight_gradient is not None:
+            self.add_gradient(hidden, grad, weight_gradient)
+        return product
+
+    def product(self, logits: Tensor, grad: Tensor) -> Tensor:
+        """As `add_product`, without the weight's gradient: then `grad` is what `add_gradient` takes."""
         if self.softcap is not None:
             grad.mul_(1 - (logits.detach() / self.softcap).square_())
         grad[:, self.unpadded :] = 0.0
-        if weight_gradient is not None:
-            self.add_gradient(hidden, grad, weight_gradient)
         return grad @ self.weight
 
     def gradient_buffer(self) -> Tensor:

@@ -146,7 +146,8 @@ def test_divergence_of_two_models_with_deferred_logits() -> None:
 
 @pytest.mark.parametrize("upstream", ["as declared", "another", "none"])
 def test_a_known_gradient_is_computed_in_the_forward_pass(upstream: str) -> None:
-    """The weight's gradient is in the buffer after the forward pass, once; another upstream gradient corrects it."""
+    """The weight's gradient is in the buffer once, that of all chunks but the last one after the forward pass, that of
+    the last one after the backward pass; another upstream gradient corrects it."""
     model, factor = Model(), 0.25
     weight: Any = model.weight
     mask = (torch.arange(B * S).view(B, S) % 3 > 0).float()
