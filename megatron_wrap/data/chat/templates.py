@@ -9,10 +9,10 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
-from megatron_wrap.data.chat import limits
-from megatron_wrap.data.chat.limits import LimitExceeded, Result, within_limits
+from megatron_wrap.data.chat import template_limits
 from megatron_wrap.data.chat.spans import Span
 from megatron_wrap.data.chat.template_calls import FILTERS, bounded_filter, method_of, size_of_result, weight
+from megatron_wrap.data.chat.template_limits import LimitExceeded, Result, within_limits
 from megatron_wrap.errors import ConfigError, DataError
 
 _BLOCK_CHUNKS = 1000
@@ -58,11 +58,11 @@ def bounded(work: Callable[[], Result]) -> Result:
     except LimitExceeded:
         _compiled.cache_clear()  # a block may have been left open
         taken = (
-            f"the chat template takes more than {limits.MAX_RENDER_SECONDS:g} s of computing time or "
-            f"{limits.MAX_RENDER_BYTES >> 20} MiB of memory for"
+            f"the chat template takes more than {template_limits.MAX_RENDER_SECONDS:g} s of computing time or "
+            f"{template_limits.MAX_RENDER_BYTES >> 20} MiB of memory for"
         )
-        count = limits.stopped_in_a_row()
-        if count >= limits.MAX_STOPPED_IN_A_ROW:
+        count = template_limits.stopped_in_a_row()
+        if count >= template_limits.MAX_STOPPED_IN_A_ROW:
             raise ConfigError(f"{taken} each of {count} conversations in a row; correct it") from None
         raise TemplateLimitError(f"{taken} this conversation; correct the template or the conversation") from None
 
@@ -148,15 +148,15 @@ def _blocks(chunks: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _check_size(size: int) -> None:
-    if size > limits.MAX_CHARACTERS:
+    if size > template_limits.MAX_CHARACTERS:
         raise TemplateLimitError(
-            f"the chat template renders more than {limits.MAX_CHARACTERS:,} characters for this conversation; correct "
-            "the template, or divide the conversation"
+            f"the chat template renders more than {template_limits.MAX_CHARACTERS:,} characters for this conversation; "
+            "correct the template, or divide the conversation"
         )
 
 
 def _check_call(name: str, size: int) -> None:
-    if size > limits.MAX_CHARACTERS:
+    if size > template_limits.MAX_CHARACTERS:
         raise TemplateLimitError(f"the chat template computes a text that is too large with {name!r}")
 
 
@@ -164,6 +164,6 @@ def _is_large(operator: str, left: Any, right: Any) -> bool:
     if not isinstance(right, int):
         return False
     if not isinstance(left, int):
-        return hasattr(left, "__len__") and operator == "*" and weight(left) * right > limits.MAX_CHARACTERS
+        return hasattr(left, "__len__") and operator == "*" and weight(left) * right > template_limits.MAX_CHARACTERS
     bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
     return bits > _MAX_BITS

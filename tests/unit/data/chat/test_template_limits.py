@@ -8,7 +8,7 @@ import chat_templates
 import pytest
 
 from megatron_wrap.config.schema.sources import SourceConfig
-from megatron_wrap.data.chat import limits
+from megatron_wrap.data.chat import template_limits
 from megatron_wrap.data.chat.assistant_spans import render
 from megatron_wrap.data.chat.encode import encode_sample
 from megatron_wrap.data.chat.prompts import prompt_token_ids
@@ -55,21 +55,21 @@ CHAT = {"messages": [{"role": "user", "content": "Hello there."}, {"role": "assi
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_RENDER_SECONDS", 0.1)
-    monkeypatch.setattr(limits, "_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(limits, "MAX_RENDER_BYTES", 1 << 26)
-    monkeypatch.setattr(limits, "MAX_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(template_limits, "MAX_RENDER_SECONDS", 0.1)
+    monkeypatch.setattr(template_limits, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(template_limits, "MAX_RENDER_BYTES", 1 << 26)
+    monkeypatch.setattr(template_limits, "MAX_CHARACTERS", 1 << 20)
 
 
 @pytest.fixture(autouse=True)
 def _none_stopped_before() -> None:
-    limits.within_limits(lambda: None)
+    template_limits.within_limits(lambda: None)
 
 
 def test_a_template_that_never_ends_is_blamed_after_a_few_rows(
     small: None, make_tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_RENDER_SECONDS", 0.05)
+    monkeypatch.setattr(template_limits, "MAX_RENDER_SECONDS", 0.05)
     endless, good = make_tokenizer(ENDLESS["a loop"]), make_tokenizer(chat_templates.CHATML)
     for tokenizer in (*[endless] * 4, good, *[endless] * 4):
         with suppress(DataError):
@@ -118,7 +118,7 @@ def test_the_limit_of_time_holds_in_every_thread(small: None, make_tokenizer) ->
 
 
 def test_a_text_that_ends_in_time_is_not_stopped() -> None:
-    assert [limits.within_limits(lambda number=number: number) for number in range(1000)] == list(range(1000))
+    assert [template_limits.within_limits(lambda number=number: number) for number in range(1000)] == list(range(1000))
 
 
 BAD_TEXTS = {"surrogate": (r"a\ud800b", "lone surrogate '.ud800'"), "long": ("x" * 5000, "5,000 characters")}
@@ -130,7 +130,7 @@ BAD_TEXTS = {"surrogate": (r"a\ud800b", "lone surrogate '.ud800'"), "long": ("x"
 def test_a_text_that_no_tokenizer_encodes_is_a_bad_row(
     kind: str, form: str, streaming: bool, make_tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(template_limits, "MAX_CHARACTERS", 1000)
     text, message = BAD_TEXTS[kind]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(form.format(line) + "\n" for line in ("Hello.", text, "naïve 🦙", r"\ud83e\udd99")))

@@ -1,4 +1,4 @@
-"""Limits of the text of one row: its size, its characters, and the time and memory that a chat template may take."""
+"""Limits of the time and memory that a chat template may take for one row, and of the size of the text of a row."""
 
 from __future__ import annotations
 
