@@ -9,16 +9,17 @@ equal work:
 - those of an earlier rank: all queries attend to all of chunk j, and none to chunk 2 * cp - 1 - j;
 - those of a later rank: the queries of the second chunk attend to all, those of the first to none.
 
-Outputs are merged by their logsumexps, always in the order of the steps. The backward pass begins with the keys that
-arrived last, which the forward pass keeps, and goes through the steps in reverse order: keys and values pass around the
-ring in the other direction, and their gradients with them, in the dtype of the keys, from the rank before their owner
-to the one after it. It sends them to the owner, which computes those of its own keys meanwhile.
+A rank sends its keys, or the part that the receiver needs, to the next rank during step 0, to the one after it during
+step 1, and so on. Outputs are merged by their logsumexps, always in the order of the steps. The backward pass begins
+with the keys that arrived last, which the forward pass keeps, and goes through the steps in reverse order. The
+gradients of the keys of each step go to their owner, in the dtype of the keys, during the next one; the last one of a
+rank is that of its own keys.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -118,7 +119,10 @@ class _Arrangement(Protocol):
         """Replace these tokens by `second`, what `second` returned, with new values."""
 
     def keys(self, part: _Part, tensor: Tensor) -> Tensor:
-        """A view of keys, values or their gradients: what the kernel of a part takes."""
+        """A view of a rank's keys, values or their gradients: what the kernel of a part takes."""
+
+    def tokens_first(self, tensor: Tensor) -> Tensor:
+        """A view in the order of memory, of which this is also the inverse."""
 
     def kernel(self, part: _Part, query: Tensor, key: Tensor, value: Tensor, scale: float) -> FlashKernel:
         """The kernel of a part, for its queries and what `keys` returns."""
@@ -138,6 +142,9 @@ class _Rows(NamedTuple):
     def keys(self, part: _Part, tensor: Tensor) -> Tensor:
         return tensor[:, : self.chunk] if part is _Part.EARLIER else tensor
 
+    def tokens_first(self, tensor: Tensor) -> Tensor:
+        return tensor.transpose(0, 1)
+
     def kernel(self, part: _Part, query: Tensor, key: Tensor, value: Tensor, scale: float) -> FlashKernel:
         return kernel_with_logsumexp(query, key, value, scale, part is _Part.SAME_RANK)
 
@@ -154,6 +161,9 @@ class _PackedRow(NamedTuple):
         tensor.index_copy_(dim, self.packed.halves[1].queries, second)
 
     def keys(self, part: _Part, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def tokens_first(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def kernel(self, part: _Part, query: Tensor, key: Tensor, value: Tensor, scale: float) -> FlashKernel:
@@ -173,16 +183,15 @@ class _Ring(NamedTuple):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         of_all = of_second = None  # outputs and logsumexps
-        second_queries = block = query
-        transfers = self.group.size() - 1
-        for step, block in enumerate(_passed_on(_joined(key, value), self.group, transfers, to_next=True)):
+        second_queries, block = query, (key, value)
+        blocks = self._arriving(block, range(1, self.group.size()), key, value)
+        for step, block in enumerate(blocks):
             part = self._part(step)
             if part is _Part.LATER and of_second is None:
                 assert of_all is not None
                 second_queries = self.rows.second(query, -3)
                 of_second = self.rows.second(of_all[0], -3), self.rows.second(of_all[1], -1)
-            queries = second_queries if part is _Part.LATER else query
-            inputs = (queries, *self._keys(part, *_parts(block, key, value)))
+            inputs = (second_queries if part is _Part.LATER else query, *block)
             output, total, *_ = self.rows.kernel(part, *inputs, self.scale).forward(*inputs)
             merged = of_second if part is _Part.LATER else of_all
             if merged is None:
@@ -194,49 +203,73 @@ class _Ring(NamedTuple):
         if of_second is not None:
             self.rows.write_back(output, -3, of_second[0])
             self.rows.write_back(total, -1, of_second[1])
-        return output.to(query.dtype), total, block
+        return output.to(query.dtype), total, *block
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, output, total, last = saved
+        query, key, value, output, total, *last = saved
         size, dtype = self.group.size(), self._dtype_of_sums(query)
         all_rows: tuple[Tensor, ...] = (grad, query, output, total)
         second_rows: tuple[Tensor, ...] = ()
         of_all, of_second = None, None
-        travelling = _TravellingGradients(key, value, self.group)
-        blocks = _passed_on(last, self.group, size - 2, to_next=False)
-        for step, block in zip(reversed(range(1, size)), blocks, strict=True):
-            part, keys_and_values = self._part(step), _parts(block, key, value)
+        of_others = _GradientsOfOthers(self, key, value)
+        blocks = self._arriving((last[0], last[1]), range(size - 2, 0, -1), key, value)
+        for step, block in zip(range(size - 1, 0, -1), blocks, strict=True):
+            part = self._part(step)
             if part is _Part.LATER:
                 second_rows = second_rows or self._second_rows(*all_rows)
-                of_queries, *of_block = self._backward_of(part, second_rows, *keys_and_values)
+                of_queries, *of_block = self._backward_of(part, second_rows, *block)
                 of_second = _added(of_second, of_queries, dtype)
             else:
-                of_queries, *of_block = self._backward_of(part, all_rows, *keys_and_values)
+                of_queries, *of_block = self._backward_of(part, all_rows, *block)
                 of_all = _added(of_all, of_queries, dtype)
-            travelling.add_and_pass_on(self._keys(part, *travelling.arrived()), of_block)
+            of_others.exchange(step, of_block)
         of_queries, *of_own = self._backward_of(self._part(0), all_rows, key, value)
         of_query = _added(of_all, of_queries, dtype)
         if of_second is not None:
             self.rows.write_back(of_query, -3, self.rows.second(of_query, -3).add_(of_second))
-        of_key, of_value = travelling.arrived()
-        return of_query.to(query.dtype), of_key.add_(of_own[0]), of_value.add_(of_own[1])
+        return of_query.to(query.dtype), *of_others.added_to(of_own)
+
+    def part_of(self, rank: int, step: int, tensor: Tensor) -> Tensor:
+        """Of keys, values or their gradients: what a rank takes of the block of its step, the memory's order first."""
+        return self.rows.tokens_first(self.rows.keys(self._part(step, rank), tensor))
+
+    def _arriving(
+        self, block: tuple[Tensor, Tensor], steps: Iterable[int], key: Tensor, value: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """`block`, then the keys and values of these steps; the next ones arrive while some are in use."""
+        for step in steps:
+            finish = self._start_to_send(step, key, value)
+            yield block
+            of_key, of_value = finish()
+            block = self.rows.tokens_first(of_key), self.rows.tokens_first(of_value)
+        yield block
+
+    def _start_to_send(self, step: int, key: Tensor, value: Tensor) -> Callable[[], list[Tensor]]:
+        rank, size = self.group.rank(), self.group.size()
+        return start_ring_transfer(
+            [self.part_of((rank + step) % size, step, tensor).contiguous() for tensor in (key, value)],
+            [self.part_of(rank, step, tensor).shape for tensor in (key, value)],
+            self.group,
+            offset=step,
+            purpose="keys",
+            elements=key.numel() + value.numel(),
+            owned=step == size - 1,  # the backward pass needs them
+        )
 
     def _backward_of(self, part: _Part, rows: tuple[Tensor, ...], key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Gradients of the queries, keys and values of a part; rows: gradients of outputs, queries, outputs,
         logsumexps."""
         grad, query, output, total = rows
-        inputs = (query, *self._keys(part, key, value))
+        inputs = (query, key, value)
         return self.rows.kernel(part, *inputs, self.scale).backward(grad, *inputs, output, total)
 
-    def _part(self, step: int) -> _Part:
+    def _part(self, step: int, rank: int | None = None) -> _Part:
+        """Of a step of a rank, by default this one."""
         if not self.causal:
             return _Part.ALL
         if step == 0:
             return _Part.SAME_RANK
-        return _Part.EARLIER if step <= self.group.rank() else _Part.LATER
-
-    def _keys(self, part: _Part, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rows.keys(part, key), self.rows.keys(part, value)
+        return _Part.EARLIER if step <= (self.group.rank() if rank is None else rank) else _Part.LATER
 
     def _second_rows(self, *rows: Tensor) -> tuple[Tensor, ...]:
         dims = (-3, -3, -3, -1)
@@ -247,54 +280,44 @@ class _Ring(NamedTuple):
         return query.dtype if self.group.size() == 2 else torch.promote_types(query.dtype, torch.float32)
 
 
-class _TravellingGradients:
-    """Gradients of keys and values: a rank adds its own to those of the ranks before it and passes them on, while it
-    computes the next ones."""
+class _GradientsOfOthers:
+    """Gradients of a rank's keys and values from the ranks that attended to them. The first one of a rank has all
+    tokens that a later one has, see `_Ring._part`."""
 
-    def __init__(self, key: Tensor, value: Tensor, group: Any) -> None:
-        self._like, self._group = (key, value), group
-        self._sums = key.new_zeros(key.numel() + value.numel())
-        self._finish: Callable[[], None] | None = None
+    def __init__(self, ring: _Ring, key: Tensor, value: Tensor) -> None:
+        self._ring, self._like = ring, (key, value)
+        self._sums: list[Tensor] = []
+        self._finish: Callable[[], list[Tensor]] | None = None
 
-    def add_and_pass_on(self, sums: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Add gradients to views of what has `arrived`."""
-        for total, part in zip(sums, gradients, strict=True):
-            total += part
-        received = torch.empty_like(self._sums)
-        self._finish = start_ring_transfer(self._sums, received, self._group, to_next=False)
-        self._sums = received
+    def exchange(self, step: int, gradients: Sequence[Tensor]) -> None:
+        """Start to send those of a step's keys to their owner, and to receive those of the step of another rank."""
+        self._add_arrived()
+        group, rows = self._ring.group, self._ring.rows
+        other = (group.rank() + step) % group.size()
+        self._finish = start_ring_transfer(
+            [rows.tokens_first(tensor).contiguous() for tensor in gradients],
+            [self._ring.part_of(other, step, tensor).shape for tensor in self._like],
+            group,
+            offset=-step,
+            purpose="gradients",
+            elements=sum(tensor.numel() for tensor in self._like),
+        )
 
-    def arrived(self) -> tuple[Tensor, Tensor]:
-        """The sums of the ranks before this one, of the keys that this rank has now."""
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-        return _parts(self._sums, *self._like)
+    def added_to(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The sums with those of a rank's own, in place."""
+        self._add_arrived()
+        rows = self._ring.rows
+        for total, part in zip(gradients, self._sums, strict=True):
+            rows.tokens_first(total)[: part.shape[0]] += part
+        return gradients[0], gradients[1]
 
-
-def _passed_on(block: Tensor, group: Any, transfers: int, *, to_next: bool) -> Iterator[Tensor]:
-    """A tensor of this rank, then those of the ranks before it (after it: not `to_next`), one for each transfer; the
-    next one arrives while one is in use."""
-    for _ in range(transfers):
-        received = torch.empty_like(block)
-        finish = start_ring_transfer(block, received, group, to_next=to_next)
-        yield block
-        finish()
-        block = received
-    yield block
-
-
-def _joined(key: Tensor, value: Tensor) -> Tensor:
-    """A copy of both in one tensor to send, so that keys and values are one message; both are contiguous in it."""
-    joined = key.new_empty(key.numel() + value.numel())
-    for part, tensor in zip(_parts(joined, key, value), (key, value), strict=True):
-        part.copy_(tensor)
-    return joined
-
-
-def _parts(joined: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    of_key, of_value = joined.split((key.numel(), value.numel()))
-    return of_key.view(key.shape), of_value.view(value.shape)
+    def _add_arrived(self) -> None:
+        if self._finish is None:
+            return
+        arrived = self._finish()
+        for total, part in zip(self._sums, arrived, strict=False):
+            total[: part.shape[0]] += part
+        self._sums = self._sums or arrived
 
 
 def _added(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -142,7 +142,7 @@ def gathering(share: Tensor, group: ProcessGroup, *, includes_self: bool = True)
     if memory is not None:
         exchange = memory.exchange("gathered", tuple(share.shape), share.dtype)
         for offset in range(1, group.size() + includes_self):
-            exchange.send(share, (group.rank() + offset) % group.size(), produced=False)
+            exchange.send((group.rank() + offset) % group.size(), share, produced=False)
         return lambda: exchange.finish().flatten(0, 1)
     whole = share.new_empty((group.size() * share.shape[0], *share.shape[1:]))
     work = dist.all_gather_into_tensor(whole, share, group=group, async_op=True)
@@ -169,10 +169,10 @@ class ExchangeOfShares:
     def send(self, tensor: Tensor, offset: int) -> None:
         """Begin to send a contiguous tensor to the rank that comes `offset` (from 1, in this order) after this one."""
         if self._peers is None:
-            finish = _start_transfer(tensor, self._received[offset - 1], self._group, offset)
+            finish = _start_transfer([tensor], [self._received[offset - 1]], self._group, offset)
             self._transfers.append((finish, tensor))
         else:
-            self._peers.send(tensor, (self._group.rank() + offset) % self._group.size())
+            self._peers.send((self._group.rank() + offset) % self._group.size(), tensor)
 
     def finish(self) -> list[Tensor]:
         """What the others have sent, when all have; valid until the group's next exchange begins."""
@@ -222,25 +222,66 @@ def start_exchange(
     return received, work.wait
 
 
-def start_ring_transfer(sent: Tensor, received: Tensor, group: ProcessGroup, *, to_next: bool) -> Callable[[], None]:
-    """Start to send a contiguous tensor to the next rank of `group` and to receive from the one before, or the other
-    way round; collective.
+def start_ring_transfer(
+    sent: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    group: ProcessGroup,
+    *,
+    offset: int,
+    purpose: str,
+    elements: int,
+    owned: bool = False,
+) -> Callable[[], list[Tensor]]:
+    """Start to send tensors to the rank that comes `offset` after this one in `group` (modulo its size), and to receive
+    others from the one as many before; collective, without autograd. On GPUs of one host their copy engines move them.
 
     Args:
-        received: contiguous, of the same shape and dtype; earlier uses of it need not have finished on the device.
-        to_next: false: to the rank before, from the next one.
+        sent: contiguous, of one dtype.
+        shapes: of the tensors that are received, in the same dtype.
+        offset: negative: to a rank before.
+        purpose: of the transfer; there is one at a time for each.
+        elements: at least those of any rank's tensors together; the same number on each rank.
+        owned: what is received is a tensor of its own; else it is valid until the purpose's next transfer from the same
+            rank begins.
 
     Returns:
-        a function that waits (on a GPU, the current stream does) until both tensors can be used.
+        a function that waits (on a GPU, the current stream does) until all tensors can be used, and returns those that
+        were received.
     """
-    return _start_transfer(sent, received, group, 1 if to_next else -1)
+    memory = peer_memory(group, sent[0])
+    if memory is None:
+        received = [sent[0].new_empty(shape) for shape in shapes]
+        wait = _start_transfer(sent, received, group, offset)
+
+        def finish() -> list[Tensor]:
+            wait()
+            return received
+
+        return finish
+    target, source = ((group.rank() + step) % group.size() for step in (offset, -offset))
+    exchange = memory.exchange(purpose, (elements,), sent[0].dtype, sources=[source], targets=[target])
+    exchange.send(target, *sent, produced=False)
+    counts = [torch.Size(shape).numel() for shape in shapes]
+
+    def finish_with_peers() -> list[Tensor]:
+        arrived = exchange.finish()[source][: sum(counts)]
+        parts = (arrived.clone() if owned else arrived).split(counts)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    return finish_with_peers
 
 
-def _start_transfer(sent: Tensor, received: Tensor, group: ProcessGroup, offset: int) -> Callable[[], None]:
-    """As `start_ring_transfer`, to the rank that comes `offset` after this one, from the one as many before."""
+def _start_transfer(
+    sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup, offset: int
+) -> Callable[[], None]:
+    """Start to send contiguous tensors to the rank that comes `offset` after this one, and to receive those of the rank
+    as many before; the result waits until all can be used."""
     size, rank = group.size(), group.rank()
     target, source = (dist.get_global_rank(group, (rank + step) % size) for step in (offset, -offset))
-    operations = [dist.P2POp(dist.isend, sent, target, group), dist.P2POp(dist.irecv, received, source, group)]
+    operations = [
+        *(dist.P2POp(dist.isend, tensor, target, group) for tensor in sent),
+        *(dist.P2POp(dist.irecv, tensor, source, group) for tensor in received),
+    ]
     transfers = dist.batch_isend_irecv(operations)
 
     def finish() -> None:

@@ -5,6 +5,7 @@ multiprocessors from the products, reached 190 (2026-11-26)."""
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -81,45 +82,69 @@ def _gathered(value: Any, group: ProcessGroup) -> list[Any]:
 
 class PeerMemory:
     """One region for each purpose in the memory of each rank. A purpose has one exchange at a time, on one stream, and
-    what has arrived stays valid until its next one begins."""
+    what has arrived from a rank stays valid until its next exchange with that rank begins."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._regions: dict[str, _Region] = {}
         self._outgrown: list[_Region] = []  # captured CUDA graphs may write there
 
-    def exchange(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype) -> PeerExchange:
-        """Begin to exchange tensors of this shape (the same on each rank); collective."""
+    def exchange(
+        self,
+        purpose: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        sources: Sequence[int] | None = None,
+        targets: Sequence[int] | None = None,
+    ) -> PeerExchange:
+        """Begin to exchange tensors of this shape (the same on each rank); collective.
+
+        Args:
+            sources: ranks of the group that send to this one; None: all others.
+            targets: ranks to which this one sends; None: all others.
+        """
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         region = self._regions.get(purpose)
         if region is None or region.nbytes < nbytes:
             self._outgrown += [] if region is None else [region]
             region = self._regions[purpose] = _Region(self._group, self._device, nbytes)
-        return PeerExchange(region, self._group.rank(), shape, dtype)
+        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+        partners = others if sources is None else sources, others if targets is None else targets
+        return PeerExchange(region, self._group.rank(), shape, dtype, *partners)
 
 
 class PeerExchange:
-    """Tensors of one shape, one from each rank to each other. A rank signals that its region is free when its stream
-    has come to the beginning of the exchange; then the others write.
+    """Tensors of one shape, one from each source and one to each target. A rank signals that its region is free when
+    its stream has come to the beginning of the exchange; then the sources write.
 
     The signal that a tensor has arrived is queued in `finish`: with one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`)
     kernels queued after it would wait for the copy.
     """
 
-    def __init__(self, region: _Region, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._region, self._rank = region, rank
+    def __init__(
+        self,
+        region: _Region,
+        rank: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        sources: Sequence[int],
+        targets: Sequence[int],
+    ) -> None:
+        self._region, self._rank, self._sources, self._targets = region, rank, sources, targets
         self._views = region.views(shape, dtype)
         self._sent: list[Tensor] = []  # they must not be freed before they are copied
         region.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(region.stream):
-            for other in region.others:
-                region.handle.put_signal(other, _READY, region.timeout_ms)
+            for source in sources:
+                region.handle.put_signal(source, _READY, region.timeout_ms)
 
-    def send(self, tensor: Tensor, target: int, *, produced: bool = True) -> None:
-        """Begin to copy a contiguous tensor to another rank, or to this rank's own index.
+    def send(self, target: int, *tensors: Tensor, produced: bool = True) -> None:
+        """Begin to copy contiguous tensors to a target, or to this rank's own index, once for each.
 
         Args:
-            produced: by work queued since the beginning of the exchange, which the copy waits for.
+            tensors: one after the other in the target's memory, together at most as many elements as the shape has.
+            produced: by work queued since the beginning of the exchange, which the copies wait for.
         """
         region = self._region
         if produced:
@@ -127,22 +152,25 @@ class PeerExchange:
         with torch.cuda.stream(region.stream):
             if target != self._rank:
                 region.handle.wait_signal(target, _READY, region.timeout_ms)
-            self._views[target][self._rank].copy_(tensor, non_blocking=True)
-        self._sent.append(tensor)
+            memory, start = self._views[target][self._rank].view(-1), 0
+            for tensor in tensors:
+                memory.narrow(0, start, tensor.numel()).view(tensor.shape).copy_(tensor, non_blocking=True)
+                start += tensor.numel()
+        self._sent += tensors
 
     def finish(self) -> Tensor:
         """Let the current stream wait until all tensors have arrived, and until those that were sent can be reused.
 
         Returns:
-            [ranks, *shape], by sender; this rank's own index only if it has sent to itself.
+            [ranks, *shape], by sender: of the sources, and this rank's own index only if it has sent to itself.
         """
         region = self._region
         with torch.cuda.stream(region.stream):
-            for other in region.others:
-                region.handle.put_signal(other, _ARRIVED, region.timeout_ms)
+            for target in self._targets:
+                region.handle.put_signal(target, _ARRIVED, region.timeout_ms)
         torch.cuda.current_stream().wait_stream(region.stream)
-        for other in region.others:
-            region.handle.wait_signal(other, _ARRIVED, region.timeout_ms)
+        for source in self._sources:
+            region.handle.wait_signal(source, _ARRIVED, region.timeout_ms)
         self._sent.clear()
         return self._views[self._rank]
 
@@ -156,7 +184,6 @@ class _Region:
         self.nbytes = max(2 * _MIB, 1 << (nbytes - 1).bit_length())
         self.timeout_ms = int(_timeout / timedelta(milliseconds=1))
         self._ranks = group.size()
-        self.others = [rank for rank in range(group.size()) if rank != group.rank()]
         # kept: the views do not own it, and what is freed can be allocated again
         self._memory = symmetric.empty(group.size() * self.nbytes, dtype=torch.uint8, device=device)
         # before pytorch/pytorch#192308 the default stream sets the signals to 0 and nothing waits for it: one that a

@@ -1,10 +1,15 @@
 """The exchanges of torch's attention on two GPUs: the gradients of the ring are those of one GPU in fp32, and in bf16,
-with the kernels of GPUs, as near to them as with gathered keys and values. Skipped without two GPUs."""
+with the kernels of GPUs, as near to them as with gathered keys and values. Copy engines send what NCCL sends, also in
+CUDA graphs. Skipped without two GPUs."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import random
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -69,3 +74,103 @@ def test_a_ring_has_the_gradients_of_one_gpu(lengths, softmax, ranks):
     ring, gathered = difference(of_ring, exact), difference(of_gathering, exact)
     print(f"{sum(lengths)} tokens, {softmax}: bf16 p2p {ring:.5f}, all_gather {gathered:.5f} from fp32")
     assert ring <= 1.5 * gathered
+
+
+LAYERS, STEPS = 3, 4
+
+
+class Layers:
+    """The ring of all ranks in layers one after the other, of which each has its own keys and values."""
+
+    def __init__(self, tokens: int, rows: int, causal: bool) -> None:
+        self.causal = causal
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        self.grad, *self.inputs = (
+            torch.randn(tokens, rows, heads, 64, generator=generator).bfloat16().cuda()
+            for heads in (8, 8, *(2, 2) * LAYERS)
+        )
+        for tensor in self.inputs:
+            tensor.requires_grad_()
+        self.output = self.grad
+
+    def run(self) -> None:
+        """Forward and backward pass."""
+        from megatron_wrap.nn.ring_attention import attend_in_ring
+
+        hidden = self.inputs[0]
+        for layer in range(LAYERS):
+            keys_and_values = self.inputs[2 * layer + 1 : 2 * layer + 3]
+            hidden = hidden + attend_in_ring(
+                hidden, *keys_and_values, torch.distributed.group.WORLD, causal=self.causal, scale=0.125
+            )
+        self.output = hidden
+        for tensor, gradient in zip(self.inputs, torch.autograd.grad(hidden, self.inputs, self.grad), strict=True):
+            tensor.grad = gradient
+
+    def captured(self) -> Callable[[], None]:
+        """A function that replays the CUDA graph of a call."""
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            self.run()
+        return graph.replay
+
+
+def results_of_steps(layers: Layers, call: Callable[[], None]) -> list[list[torch.Tensor]]:
+    """Outputs and gradients, with other inputs in each step."""
+    results = []
+    for _ in range(STEPS):
+        call()
+        results.append([layers.output.detach().clone(), *(tensor.grad.clone() for tensor in layers.inputs)])
+        with torch.no_grad():
+            for tensor in layers.inputs:
+                tensor.mul_(0.9)
+    return results
+
+
+def differences_from_nccl(tokens: int, rows: int, causal: bool) -> dict[str, tuple[float, float]]:
+    """Of NCCL in another call, of the copy engines, and of these in CUDA graphs: the largest difference of an output
+    and of a gradient in any step, by their norms."""
+    from megatron_wrap.parallel import collectives, peer_memory
+
+    faulthandler.dump_traceback_later(40, exit=True)
+    results = {}
+    for kind in ("nccl", "nccl again", "peers", "peers in graphs"):
+        layers, without = Layers(tokens, rows, causal), mock.patch.object(collectives, "peer_memory", return_value=None)
+        with without if kind.startswith("nccl") else contextlib.nullcontext():
+            call = layers.captured() if kind == "peers in graphs" else layers.run
+            results[kind] = results_of_steps(layers, call)
+    memories = list(peer_memory._memories.values())
+    torch.cuda.synchronize()
+    peer_memory.release()
+    assert memories
+    assert None not in memories, "the GPUs do not reach each other's memory"
+    expected, largest = results.pop("nccl"), {}
+    for kind, steps in results.items():
+        differences = [
+            [float((ours - theirs).float().norm() / theirs.float().norm()) for ours, theirs in zip(*step, strict=True)]
+            for step in zip(steps, expected, strict=True)
+        ]
+        largest[kind] = max(step[0] for step in differences), max(max(step[1:]) for step in differences)
+    faulthandler.cancel_dump_traceback_later()
+    return largest
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "causal"),
+    [
+        pytest.param(2048, 1, True, id="cuDNN"),
+        pytest.param(1024, 2, True, id="cuDNN, two rows"),
+        pytest.param(1024, 1, False, id="cuDNN, not causal"),
+        pytest.param(500, 2, True, id="flash attention"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_copy_engines_send_what_nccl_sends(size, tokens, rows, causal, ranks):
+    """Outputs bit for bit; cuDNN adds up the gradients of queries in any order."""
+    for differences in ranks(size).run(differences_from_nccl, tokens, rows, causal):
+        print(differences)
+        assert all(output == 0 and gradient < 1e-2 for output, gradient in differences.values()), differences

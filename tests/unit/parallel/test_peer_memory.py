@@ -62,6 +62,11 @@ class Buffer(torch.Tensor):
         for target, part in zip(halves(self), halves(source), strict=True):
             torch.cuda.current_stream().add(lambda target=target, part=part: target.copy_(part))
 
+    def clone(self) -> torch.Tensor:
+        target = torch.full(self.shape, -1).as_subclass(Buffer)
+        target.copy_(self)
+        return target
+
 
 def halves(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Of its memory, which they do not keep from being used again."""
@@ -178,6 +183,31 @@ class Rank:
 
         return finish
 
+    def pass_on(self, offset: int, length: int, purpose: str, owned: bool = False) -> Callable[[], Callable[[], None]]:
+        """Two tensors to the rank that comes `offset` after this one; those of even ranks are shorter."""
+        self.exchanges += 1
+        number, size = 100 * self.exchanges, self.gpus.size
+        source = (self.rank - offset) % size
+        lengths = [(length - 1 + rank % 2, length + 1) for rank in (self.rank, source)]
+        finish = collectives.start_ring_transfer(
+            [self.computed(count, number + 10 * half + self.rank) for half, count in enumerate(lengths[0])],
+            [(count,) for count in lengths[1]],
+            self.group,
+            offset=offset,
+            purpose=purpose,
+            elements=2 * length + 1,
+            owned=owned,
+        )
+
+        def wait() -> Callable[[], None]:
+            received = finish()
+            assert [len(tensor) for tensor in received] == list(lengths[1])
+            return lambda: [
+                self.check({0: part}, {0: number + 10 * half + source}) for half, part in enumerate(received)
+            ]
+
+        return wait
+
     def exchange(self, length: int) -> Callable[[], Callable[[], None]]:
         self.exchanges += 1
         number, size = 100 * self.exchanges, self.gpus.size
@@ -209,12 +239,40 @@ def layers(rank: Rank) -> None:
         check_inputs()  # valid until the next gathering
 
 
+def rings(rank: Rank) -> None:
+    """The order of `nn.ring_attention` in layers; then longer sequences."""
+    size = rank.gpus.size
+    for length in (3, 2, 9):
+        kept = []
+        for _ in range(2):
+            arrived = []
+            for step in range(1, size):
+                wait = rank.pass_on(step, length, "keys", owned=step == size - 1)
+                for check in arrived:
+                    check()
+                arrived.append(wait())
+            kept.append(arrived[-1])
+        for check in reversed(kept):  # the backward pass
+            check()
+            returned, arrived, sums = None, [], []
+            for step in range(size - 1, 0, -1):
+                wait = rank.pass_on(step - 1, length, "keys") if step > 1 else None
+                for check_block in arrived:
+                    check_block()
+                sums += [returned()] if returned is not None else []
+                returned = rank.pass_on(-step, length, "gradients")
+                arrived += [wait()] if wait is not None else []
+            for check_sum in (*sums, returned()):
+                check_sum()
+
+
 @pytest.mark.parametrize("one_queue", [False, True], ids=["parallel_streams", "one_hardware_queue"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_receives_what_the_others_sent(size, one_queue, monkeypatch):
+@pytest.mark.parametrize("program", [layers, rings])
+def test_each_rank_receives_what_the_others_sent(program, size, one_queue, monkeypatch):
     for seed in SEEDS:
         gpus = GPUs(size, one_queue, monkeypatch)
-        assert gpus.fault(layers, seed) is None, seed
+        assert gpus.fault(program, seed) is None, seed
         assert len(gpus.regions) > 2, "no region has grown"
 
 
@@ -252,6 +310,7 @@ def signals_cleared_after_the_rendezvous(monkeypatch):
     monkeypatch.setattr(Stream, "synchronize", lambda _: None)
 
 
+@pytest.mark.parametrize("program", [layers, rings])
 @pytest.mark.parametrize(
     ("broken", "fault"),
     [
@@ -262,9 +321,14 @@ def signals_cleared_after_the_rendezvous(monkeypatch):
         (signals_cleared_after_the_rendezvous, "deadlock"),
     ],
 )
-def test_a_broken_protocol_is_found(broken, fault, monkeypatch):
+def test_a_broken_protocol_is_found(broken, fault, program, monkeypatch):
     broken(monkeypatch)
-    assert fault in {GPUs(2, False, monkeypatch).fault(layers, seed) for seed in SEEDS}
+    assert fault in {GPUs(2, False, monkeypatch).fault(program, seed) for seed in SEEDS}
+
+
+def test_blocks_of_a_ring_that_are_not_kept_are_found(monkeypatch):
+    monkeypatch.setattr(Buffer, "clone", lambda self: self)
+    assert "wrong value" in {GPUs(2, False, monkeypatch).fault(rings, seed) for seed in SEEDS}
 
 
 # ---- which groups ----
