@@ -97,7 +97,7 @@ class BlockVerification:
         """
         blocks = [self._blocks(*part) for part in parts]
         last_use = {block: number for number, needed in enumerate(blocks) for block in needed}
-        self._release_all_but(list(last_use)[: self._most_held])
+        self._make_room(list(last_use)[: self._most_held])
         waiting = deque(block for block in last_use if block not in self._held)  # in the order of their first use
 
         def parts_begun() -> Iterator[FilePart]:
@@ -143,9 +143,11 @@ class BlockVerification:
         while waiting and len(self._held) < self._most_held:
             self._begin(waiting.popleft())
 
-    def _release_all_but(self, first: Sequence[Block]) -> None:
-        """Release the memory of all other blocks than those that are needed first."""
-        for block in set(self._held) - set(first):
+    def _make_room(self, first: Sequence[Block]) -> None:
+        """Leave memory to the blocks that come first; what else was begun stays where there is more, for the next
+        reading: Megatron-Core reads objects, then tensors, if ranks share the reading."""
+        others = [block for block in self._held if block not in set(first)]
+        for block in others[self._most_held - len(first) :]:
             self._release(block)
 
     def _release(self, block: Block) -> None:

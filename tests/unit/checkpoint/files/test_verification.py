@@ -31,6 +31,19 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return tmp_path, hashes.hash_files(tmp_path, FILES)
 
 
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """File and number of each block that is read."""
+    read: list[tuple[str, int]] = []
+
+    def read_block(path: Path, index: int, *further):
+        read.append((path.name, index))
+        return hashes.read_block(path, index, *further)
+
+    monkeypatch.setattr(verification, "read_block", read_block)
+    return read
+
+
 @pytest.mark.parametrize("processors", [1, 8])
 def test_parts_come_in_order_and_a_damaged_one_is_not_read(processors, saved, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)))
@@ -90,7 +103,7 @@ def test_a_block_that_was_begun_early_and_not_read_is_compared(saved):
 
 
 @pytest.mark.parametrize("length", [10, 50, 900])
-def test_a_file_is_read_once_and_memory_is_used_again(length, saved, monkeypatch):
+def test_a_file_is_read_once_and_memory_is_used_again(length, saved, blocks, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     allocated: list[int] = []
     allocate = BlockMemory._allocate
@@ -99,14 +112,7 @@ def test_a_file_is_read_once_and_memory_is_used_again(length, saved, monkeypatch
         allocated.append(memory._num_bytes)
         return allocate(memory)
 
-    blocks: list[tuple[str, int]] = []
-
-    def read_block(path: Path, index: int, *further):
-        blocks.append((path.name, index))
-        return hashes.read_block(path, index, *further)
-
     monkeypatch.setattr(BlockMemory, "_allocate", counted)
-    monkeypatch.setattr(verification, "read_block", read_block)
     folder, expected = saved
     parts = [(name, offset, length) for name in FILES for offset in range(0, SIZE - length + 1, length)]
     with BlockVerification(folder, expected, CPU) as compared:
@@ -134,6 +140,20 @@ def test_blocks_that_were_begun_early_and_come_late_are_read_again(saved, monkey
         compared.compare_rest(compared.compared(), 0, 1)
     assert b"".join(received) == (folder / FILES[0]).read_bytes()
     assert compared.damage is None
+
+
+def test_blocks_that_were_begun_early_stay_for_a_later_reading(saved, blocks, monkeypatch):
+    """Where ranks share the reading, the few objects are read before the tensors."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    folder, expected = saved
+    objects, tensors = [(FILES[1], 0, 10)], [(FILES[0], 0, 100), (FILES[0], 100, 90)]
+    with BlockVerification(folder, expected, CPU) as compared:
+        compared.begin(0, 1)
+        for parts in (objects, tensors):
+            received = [memory for _, memory in compared.ahead(parts, lambda _, memory: memory.read())]
+    assert b"".join(received) == (folder / FILES[0]).read_bytes()[:190]
+    assert {(FILES[0], 0), (FILES[0], 1), (FILES[0], 2), (FILES[1], 0)} <= set(blocks)
+    assert len(blocks) == len(set(blocks))
 
 
 def test_bytes_after_the_last_block_are_not_read(tmp_path, monkeypatch):
