@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _PROGRAMS_PER_PROCESSOR = 4
+_SUMMED_ROWS, _SUMMED_COLUMNS = 256, 16
+"""Of the parts of gamma's gradient, in one iteration of a program."""
 
 
 @triton.jit
@@ -56,6 +58,28 @@ def _rms_norm_backward_kernel(
     tl.store(grad_gamma + program.to(tl.int64) * columns + column, total, mask=inside)
 
 
+@triton.jit
+def _sum_kernel(parts, total, rows, columns, block_rows: tl.constexpr, block: tl.constexpr):
+    column = tl.program_id(0) * block + tl.arange(0, block)
+    inside = column < columns
+    sums = tl.zeros([block_rows, block], dtype=tl.float32)
+    for start in range(0, rows, block_rows):
+        row = start + tl.arange(0, block_rows)
+        cells = (row < rows)[:, None] & inside[None, :]
+        sums += tl.load(parts + row[:, None] * columns + column[None, :], mask=cells, other=0.0)
+    tl.store(total + column, tl.sum(sums, axis=0).to(total.dtype.element_ty), mask=inside)
+
+
+def _summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, columns] in fp32 -> [columns]; torch's sum takes 13 us for 528 rows of 2,048 (H200, 2026-11-26)."""
+    rows, columns = parts.shape
+    total = torch.empty(columns, dtype=dtype, device=parts.device)
+    _sum_kernel[(triton.cdiv(columns, _SUMMED_COLUMNS),)](
+        parts, total, rows, columns, block_rows=_SUMMED_ROWS, block=_SUMMED_COLUMNS, num_warps=8
+    )
+    return total
+
+
 def _launch(columns: int) -> dict[str, int]:
     block = triton.next_power_of_2(columns)
     return {"block": block, "num_warps": max(1, min(16, block // 512))}
@@ -88,7 +112,7 @@ class _RMSNorm(torch.autograd.Function):
         _rms_norm_backward_kernel[(programs,)](
             x, gamma, scale, grad_y, grad_x, parts, rows, columns, zero_centered=ctx.zero_centered, **_launch(columns)
         )
-        grad_gamma = parts.sum(dim=0).to(gamma.dtype) if ctx.needs_input_grad[1] else None
+        grad_gamma = _summed(parts, gamma.dtype) if ctx.needs_input_grad[1] else None
         return grad_x.view(grad_outputs[0].shape), grad_gamma, None, None
 
 

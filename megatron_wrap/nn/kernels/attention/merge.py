@@ -3,7 +3,6 @@ Arithmetic is in fp32. Import it only where Triton is installed."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +16,6 @@ def _merge_kernel(
     total,
     other,
     other_total,
-    merged_total,
     heads,
     rows,
     width,
@@ -48,7 +46,8 @@ def _merge_kernel(
     share = tl.sigmoid(second - first)
     larger = tl.maximum(first, second)
     merged = larger + tl.log(tl.exp(first - larger) + tl.exp(second - larger))
-    tl.store(merged_total + batch * rows + head * (rows // heads) + token, merged, mask=inside)
+    tl.debug_barrier()  # several threads read each logsumexp: none writes where another one has not read yet
+    tl.store(total + batch * total_batch + head * total_head + token * total_token, merged, mask=inside)
     column = tl.arange(0, block_width)
     cells = inside[:, None] & (column < width)[None, :]
     of_output = output + (batch * output_batch + token * output_token + head * output_head)[:, None] + column[None, :]
@@ -70,13 +69,10 @@ def merge_parts_(output: Tensor, total: Tensor, other: Tensor, other_total: Tens
     batch, tokens, heads, width = output.shape
     block_width = triton.next_power_of_2(width)
     block_rows = max(1, _BLOCK_ELEMENTS // block_width)
-    # Several threads read each logsumexp, so none may write where another one has not read yet.
-    merged_total = torch.empty((batch, heads, tokens), dtype=total.dtype, device=total.device)
     strides = (*output.stride()[:3], *other.stride()[:3], *total.stride(), *other_total.stride())
     _merge_kernel[(triton.cdiv(tokens * heads, block_rows), batch)](
-        *(output, total, other, other_total, merged_total, heads, tokens * heads, width, *strides),
+        *(output, total, other, other_total, heads, tokens * heads, width, *strides),
         block_rows=block_rows,
         block_width=block_width,
         num_warps=4,
     )
-    total.copy_(merged_total)
