@@ -34,7 +34,7 @@ class MaxZFlow(MegatronWrapGPTModelSFTFlow):
         return model_forward_inputs, {**loss_inputs, "token_mask": model_forward_inputs["attention_mask"]}
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
-        """`token_mask` beside the fields of `gpt_sft`."""
+        """`token_mask` in addition to the fields of `gpt_sft`."""
         return {**super().get_fields_and_seqdims(), "token_mask": 1}
 
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> dict[str, float]:

@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"  train.jsonl {manifest['train_conversations']} and validation.jsonl {manifest['validation_conversations']} "
         f"conversations, from the docstrings of Python {manifest['python']}"
     )
-    print("  preference-train.jsonl and preference-validation.jsonl: the same with a worse answer beside each good one")
+    print("  preference-train.jsonl and preference-validation.jsonl: the same with a worse answer for each good one")
     print("  answers-train.jsonl and answers-validation.jsonl: one of the two answers, with a label")
     print("  text_document.bin and .idx: the docstrings alone as tokens, for gpt_pretrain")
     print(f"  tokenizer/ byte-level BPE, {manifest['vocabulary_size']} entries, with a chat template")

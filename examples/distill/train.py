@@ -1,4 +1,5 @@
-"""Distillation: a small student learns from a larger teacher, beside the same student that learns from labels alone.
+"""Distillation: a small student learns from a larger teacher, compared with the same student that learns from labels
+alone.
 
 python examples/distill/train.py [--on-policy] [a.b=value ...]
 

@@ -52,7 +52,7 @@ def check_adapter(
         )
     if adapted and not has_adapter and continues:
         raise CheckpointError(
-            f"{checkpoint} contains no adapter, so this run cannot continue it; to train an adapter beside its weights "
+            f"{checkpoint} contains no adapter, so this run cannot continue it; to train an adapter for its weights "
             "set megatron_lm.train.common.finetune: true"
         )
     if adapted and not has_adapter:
@@ -81,7 +81,7 @@ def check_adapter(
 
 
 def _refuse_to_begin_without_folder(checkpoint: Path, adapter: AdapterConfig) -> None:
-    """Refuse what an adapter derives from the weights of hf_path, for one that begins beside those of a checkpoint."""
+    """Refuse what an adapter derives from the weights of hf_path, for one that begins with those of a checkpoint."""
     section, causes = SECTION_PATHS["adapter"], []
     if adapter.decomposes_base:
         initial = f"{section}.init_lora_weights: {adapter.init_lora_weights}"
@@ -125,7 +125,7 @@ def check_others(checkpoint: Path, saved: Mapping[str, Mapping[str, str]], confi
     for name, facts in other_adapters(config).items():
         if name in saved and facts["digest"] != saved[name]["digest"]:
             raise CheckpointError(
-                f"{checkpoint} was trained beside the frozen adapter {name} of {saved[name]['path']}, and "
+                f"{checkpoint} was trained with the frozen adapter {name} of {saved[name]['path']}, and "
                 f"{facts['path']} has another content; set megatron_wrap.adapter.others to the original, or give the "
                 "new one another name"
             )

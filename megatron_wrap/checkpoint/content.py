@@ -32,7 +32,7 @@ CONTENT_METADATA: dict[str, Any] = {
     "chained_optim_avoid_prefix": True,
 }
 SAVED_MODULES = "modules_to_save."
-"""Beginning of the names of parameters that are trained whole beside adapters."""
+"""Beginning of the names of parameters that are trained whole in addition to adapters."""
 ADAPTER_PART = re.compile(
     rf"_adapter\.(?:(\d+\.)?(?:lora_(?:A|B|magnitude)|initial_[AB])_|token_rows)|(^|\.){re.escape(SAVED_MODULES)}"
 )

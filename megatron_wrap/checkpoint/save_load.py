@@ -316,11 +316,11 @@ class SavedContent:
     """Path and digest of the Hugging Face folder that the checkpoint of an adapter needs; None: it has all weights."""
 
     others: Mapping[str, Mapping[str, str]]
-    """Name -> path and digest of each frozen adapter beside the trained one."""
+    """Name -> path and digest of each frozen adapter besides the trained one."""
 
     @property
     def has_base(self) -> bool:
-        """Whether it contains the weights beside which an adapter is trained."""
+        """Whether it contains the weights for which an adapter is trained."""
         return self.base is None
 
     @property

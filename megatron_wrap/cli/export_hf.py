@@ -18,9 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="add the adapter's products to the weights (default: write peft's files)"
     )
-    parser.add_argument(
-        "--keep-vision", action="store_true", help="copy the vision encoder of hf_path beside the language model"
-    )
+    parser.add_argument("--keep-vision", action="store_true", help="also copy the vision encoder of hf_path")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as trained)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file (default: 5GB)")
     parser.add_argument(

@@ -17,7 +17,7 @@ from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
 from megatron_wrap.launch.local.launcher import LocalLauncher
 from megatron_wrap.launch.local.nodes import nodes_of
-from megatron_wrap.utils.pools.processes import beside
+from megatron_wrap.utils.pools.processes import in_another_process
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +143,7 @@ def counted_processes(config: RunConfig, arguments: argparse.Namespace, starts: 
 
 
 def validate_for_launch(config: RunConfig, arguments: argparse.Namespace, validation: Callable[[], object]) -> None:
-    """Validate a run. With Ray a process beside this one does it: it imports torch, this one imports Ray meanwhile.
+    """Validate a run. With Ray another process does it: it imports torch, this one imports Ray meanwhile.
 
     Raises:
         MegatronWrapError: of the validation; or Ray is not installed.
@@ -151,7 +151,7 @@ def validate_for_launch(config: RunConfig, arguments: argparse.Namespace, valida
     if _launcher_name(config, arguments) != "ray":
         validation()
         return
-    with beside(validation) as wait:
+    with in_another_process(validation) as wait:
         from megatron_wrap.launch.ray import require_ray
 
         require_ray()

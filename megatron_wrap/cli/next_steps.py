@@ -144,13 +144,13 @@ def _shell(words: Sequence[str]) -> str:
 
 def _program(name: str) -> str:
     """How to start a program of this environment: by its name if the shell finds it, else by its path."""
-    beside = Path(sys.executable).parent / name
+    script = Path(sys.executable).parent / name
     on_path = shutil.which(name)
-    if on_path is not None and Path(on_path).parent.samefile(beside.parent):
+    if on_path is not None and Path(on_path).parent.samefile(script.parent):
         return name
-    if beside.is_file():
-        relative = os.path.relpath(beside)
-        return shlex.quote(str(beside) if relative.startswith("..") else relative)
+    if script.is_file():
+        relative = os.path.relpath(script)
+        return shlex.quote(str(script) if relative.startswith("..") else relative)
     return f"{shlex.quote(sys.executable)} -m megatron_wrap.cli.main" if name == "megatron-wrap" else name
 
 

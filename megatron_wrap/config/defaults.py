@@ -194,7 +194,7 @@ def _model_choices(config: RunConfig, machine: Machine) -> Iterator[Choice]:
         installed = f"Transformer Engine {version} is installed" if version else "Transformer Engine is not installed"
         reason = installed if machine.platform == "cuda" else "Transformer Engine needs a GPU"
         if layers_choice(config) == "torch":
-            version, reason = "", "adapters are trained beside torch's layers, unless in FP8"
+            version, reason = "", "adapters need torch's layers, unless in FP8"
         yield Choice("arch.transformer_impl", "transformer_engine" if version else "torch", reason)
     if parallel.sequence_parallel is None:
         reason = f"tensor_model_parallel_size is {parallel.tensor_model_parallel_size}"

@@ -58,7 +58,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "glm5_next": f"{_HYPER}; some layers have linear attention; {_INDEXER}",
     "glm5_next_text": f"{_HYPER}; some layers have linear attention; {_INDEXER}",
     "kimi_linear": "most layers have Kimi delta attention, with a decay for each channel of a key",
-    "kimi_k25": "the text model stands beside a vision encoder, with INT4 weights",
+    "kimi_k25": "the text model is part of a model with a vision encoder and INT4 weights",
     "mistral_large4": _LARGE4,
     "mistral_large4_text": _LARGE4,
     "qwen4_exp": f"{_HYPER}; layers add embeddings of n-grams, or have linear attention; {_INDEXER}",

@@ -145,7 +145,7 @@ def _closed(section: type) -> Schema:
 
 
 def _any_of(schemas: list[Schema]) -> Schema:
-    """A value of one of the schemas; types alone, and null beside one schema, are joined into `type` and `enum`."""
+    """A value of one of the schemas; types alone, and null with one schema, are joined into `type` and `enum`."""
     if all(set(schema) == {"type"} for schema in schemas):
         names = list(dict.fromkeys(name for schema in schemas for name in _listed(schema["type"])))
         names.sort(key="null".__eq__)

@@ -556,7 +556,7 @@ class MegatronWrap:
             family: a model_type of transformers; None: that of hf_path, else the first that can express the
                 architecture.
             merge: add the adapter's products to the weights; no effect without an adapter.
-            keep_vision: copy the vision encoder of hf_path unchanged beside the language model.
+            keep_vision: copy the vision encoder of hf_path unchanged.
 
         Raises:
             UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.

@@ -33,7 +33,7 @@ from megatron_wrap.flow.shared.text import number_columns
 from megatron_wrap.ops.entropies import collision_entropy
 
 _PAIRS = "pairs"
-"""Term of the losses that are means over pairs, beside sft."""
+"""Term of the losses that are means over pairs, in addition to sft."""
 REFERENCE_FIELDS = ("reference_chosen_log_probs", "reference_rejected_log_probs")
 
 

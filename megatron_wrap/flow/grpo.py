@@ -96,7 +96,7 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Up to B samples, prepared or not, as [B, S].
 
-        Loss inputs, beside those of `collate_tokens`: [B, S], the values per token that the samples contain, 0
+        Loss inputs, in addition to those of `collate_tokens`: [B, S], the values per token that the samples contain, 0
         elsewhere, and `rows` and `columns`, the index of the token's sequence and its position in it; [B],
         `response_lengths` (tokens with a loss) and `truncated_responses`.
         """

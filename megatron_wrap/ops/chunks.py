@@ -229,8 +229,8 @@ def _with_known_gradient(
 
 
 def _difference(upstream: Tensor | None, known: Tensor) -> tuple[list[Tensor | None], Callable[[], bool]]:
-    """What is still to be passed back beside the known gradient, and a function that waits for the device and returns
-    whether it is nothing, which decides what is computed."""
+    """What is still to be passed back in addition to the known gradient, and a function that waits for the device and
+    returns whether it is nothing, which decides what is computed."""
     if upstream is None:
         return [-known], lambda: False
     difference = upstream - known

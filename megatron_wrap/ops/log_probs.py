@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies beside them, and maxima of vocabulary-parallel logits, without gathering the vocabulary.
+"""Log-probabilities, their entropies, and maxima of vocabulary-parallel logits, without gathering the vocabulary.
 
 Logits are [B, S, V/tp]: tensor-parallel rank r holds the V/tp columns from `r * V/tp`. The loss computed from the
 results is replicated over TP, so sums over TP have an identity backward: each rank's gradient is that of its own

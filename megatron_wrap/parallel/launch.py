@@ -175,7 +175,7 @@ def _exit(code: int) -> NoReturn:
 
 
 RECORDED_AT = "recorded_at"
-"""Key of the time of an error beside torchrun's timestamp, of which several ranks may have the same."""
+"""Key of the time of an error next to torchrun's timestamp, of which several ranks may have the same."""
 
 
 def _record_for_torchrun(message: str, details: str) -> None:

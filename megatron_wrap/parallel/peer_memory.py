@@ -1,5 +1,5 @@
 """Memory of the GPUs of one host into which the ranks of a group write directly (torch's symmetric memory). The copy
-engines move it beside the running products: 32 MiB at 357 GB/s between two H100s, where NCCL's kernels, which take
+engines move it during the running products: 32 MiB at 357 GB/s between two H100s, where NCCL's kernels, which take
 multiprocessors from the products, reached 190 (2026-11-26)."""
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def stage_costs(costs: ModelCosts, layout: PipelineLayout) -> tuple[float, ...]:
 
 
 def waste(costs: ModelCosts, layout: PipelineLayout) -> float:
-    """Share of the stages' time in which they wait for the slowest one, beside the pipeline's bubble; 0 to 1."""
+    """Share of the stages' time in which they wait for the slowest one, without the pipeline's bubble; 0 to 1."""
     stages = stage_costs(costs, layout)
     return 1 - sum(stages) / (len(stages) * max(stages))
 

@@ -13,7 +13,7 @@ system cache and from the disk (not from a tmpfs, which has none). Each time is 
 seconds of this process; at the end medians, and the medians of the rounds' ratios. The last line has all values as
 JSON. With `--pairs` only loads without verification and with it are measured, in turn, and what their threads do is
 printed as well. `--hash-threads` compares ways to verify: 8x16+pageable are eight threads that read and hash 16 MiB at
-once into memory that is not page-locked, 8+held8 has eight blocks in memory beside those of the threads, 8+unhashed
+once into memory that is not page-locked, 8+held8 has eight blocks in memory besides those of the threads, 8+unhashed
 reads in the same way and computes no SHA-256. With `--seconds`, counted from the start of the program, no measurement
 begins that would end later.
 """

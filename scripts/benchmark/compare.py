@@ -1,4 +1,4 @@
-"""megatron-wrap beside other programs that train the same model on the same tokens, in turn, in one run.
+"""megatron-wrap compared with other programs that train the same model on the same tokens, in turn, in one run.
 
     python scripts/benchmark/compare.py 1.5b-4096 [8b-layers-4096 1.5b-32768] [a.b=c ...]
         [--against trainer,trainer-flex,trainer-liger,trainer-liger-fp32,bare,bare-best,trl] [--liger]

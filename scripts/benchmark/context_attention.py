@@ -1,5 +1,5 @@
-"""Torch's attention over sequences that context-parallel processes share, with each exchange (`cp_comm_type`), beside
-one process that attends over whole sequences alone.
+"""Torch's attention over sequences that context-parallel processes share, with each exchange (`cp_comm_type`), compared
+with one process that attends over whole sequences alone.
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc_per_node 2 scripts/benchmark/context_attention.py [--heads 16] [--groups 8]
         [--head-size 128] [--tiny]

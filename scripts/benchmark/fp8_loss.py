@@ -1,4 +1,4 @@
-"""Losses in FP8 beside bf16 over some hundred steps on real text: the bytes of Python's standard library.
+"""Losses in FP8 compared with bf16 over some hundred steps on real text: the bytes of Python's standard library.
 
     python scripts/benchmark/fp8_loss.py [a.b=c ...] [--steps 200]
 

@@ -1,5 +1,5 @@
 """Linear layers of tensor and sequence parallelism whose communication overlaps with their products (`tp_comm_overlap`
-of torch's layers), beside Megatron-Core's, for sizes of micro-batches and numbers of parts of each share.
+of torch's layers), compared with Megatron-Core's, for sizes of micro-batches and numbers of parts of each share.
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc_per_node 2 scripts/benchmark/hidden_layers.py [--tokens 8192 16384] [--tiny]
 

@@ -1,4 +1,4 @@
-"""Kernels of one GPU measured beside their alternatives; prints a RESULT line for each, in milliseconds.
+"""Kernels of one GPU compared with their alternatives; prints a RESULT line for each, in milliseconds.
 
     python3 scripts/benchmark/layer_kernels.py [swiglu rotary norm liger weight-gradient adam attention
         attention-shapes]
@@ -121,7 +121,7 @@ def measure_norm() -> None:
 
 
 def measure_liger() -> None:
-    """RMSNorm beside Liger-Kernel's: error, memory, and times of calls that take turns."""
+    """RMSNorm compared with Liger-Kernel's: error, memory, and times of calls that take turns."""
     from comparison import with_liger
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 

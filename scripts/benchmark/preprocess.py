@@ -1,4 +1,4 @@
-"""Throughput of `megatron-wrap preprocess` per core beside the tokenizers library alone, and its memory.
+"""Throughput of `megatron-wrap preprocess` per core compared with the tokenizers library, and its memory.
 
     python scripts/benchmark/preprocess.py [--megabytes 20] [--workers 1] [--repeats 3] [--vocab-size 8000]
     python scripts/benchmark/preprocess.py --megabytes 1000 --repeats 1 --only-memory

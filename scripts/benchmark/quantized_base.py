@@ -1,10 +1,10 @@
-"""Training an adapter beside frozen weights in bf16, FP8 and NF4: tokens per second, peak memory, seconds to set up.
+"""Training an adapter for frozen weights in bf16, FP8 and NF4: tokens per second, peak memory, seconds to set up.
 
     python scripts/benchmark/quantized_base.py 8b [--kinds bf16,fp8,nf4] [a.b=c ...]
     python scripts/benchmark/quantized_base.py 70b --kinds nf4 --micro-batch-size 1 --global-batch-size 2
 
 The sizes are those of Llama 3.1, with random weights that each way draws on the device and quantizes while it builds
-the model, r 16 beside all linear layers, and random tokens. One process; a line for each way.
+the model, r 16 for all linear layers, and random tokens. One process; a line for each way.
 """
 
 import argparse

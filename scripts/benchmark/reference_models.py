@@ -1,6 +1,6 @@
 """Memory and tokens per second of DPO with its reference model as a copy on the device, as a copy on the host, and
-precomputed, beside supervised fine-tuning on the same tokens. One process; the ways take turns, each in a run of its
-own, and print a line each time; the last line has the medians and the share of fine-tuning in speed. `base` is the
+precomputed, compared with supervised fine-tuning on the same tokens. One process; the ways take turns, each in a run of
+its own, and print a line each time; the last line has the medians and the share of fine-tuning in speed. `base` is the
 policy without its adapter. Its run also times the reference's forward pass alone, over the micro-batches of a step, and
 the last line has its step over that of `precomputed` plus that pass:
 

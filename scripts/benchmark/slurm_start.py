@@ -1,4 +1,4 @@
-"""Time to the first step of a run on two CPU ranks: a job of Slurm from its start, beside plain torchrun.
+"""Time to the first step of a run on two CPU ranks: a job of Slurm from its start, compared with plain torchrun.
 
 python scripts/benchmark/slurm_start.py [--rounds 3]
 

@@ -270,7 +270,7 @@ def train_peft(peft: Any) -> list[tuple[float, float]]:
 
 
 def trained_of(adapter: dict[str, Any], factors: dict[str, Any]) -> dict[str, Any]:
-    """The trained factors of an exported adapter, which with PiSSA and OLoRA has the initial ones beside them."""
+    """The trained factors of an exported adapter, which with PiSSA and OLoRA also has the initial ones."""
     if adapter.get("init_lora_weights") not in ("pissa", "olora"):
         return factors
     return {
@@ -319,7 +319,7 @@ def peft_model(folder: Path, adapter: dict[str, Any], factors: dict[str, Any] | 
 
 
 def train_quantized(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """(loss, gradient norm) of three steps beside a quantized base and beside an ordinary one with the same values, the
+    """(loss, gradient norm) of three steps with a quantized base and with an ordinary one with the same values, the
     factors of both, the quantized values' relative error, and their share of the memory of this rank's weights."""
     import torch
 

@@ -473,7 +473,7 @@ VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         )
     },
 }
-"""Name of the text model -> transformers' class, and type and sizes of the vision encoder beside it."""
+"""Name of the text model -> transformers' class, and type and sizes of its vision encoder."""
 
 
 def make_folder_with_vision(name: str, folder: Path) -> Any:
@@ -613,7 +613,7 @@ def logits_and_export(
 
 
 def train_beside_vision(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
-    """Train the text model of `folder` for a step, and export it beside the vision encoder to `outputs`/model; returns
+    """Train the text model of `folder` for a step, and export it with the vision encoder to `outputs`/model; returns
     its logits [2, 64, V] on rank 0."""
     import numpy
 

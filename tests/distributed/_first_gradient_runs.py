@@ -64,8 +64,9 @@ def _steps(wrap: Any, layers: Sequence[Any], samples: Sequence[Any]) -> dict[str
 
 
 def gradients_of_ddp(overrides: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
-    """Gradients of two steps of three micro-batches, in buffers of Megatron-Core's DistributedDataParallel, beside
-    those of torch; and the buffers without those of the weights. The first step's gradients are ten times as large.
+    """Gradients of two steps of three micro-batches, in buffers of Megatron-Core's DistributedDataParallel, compared
+    with those of torch; and the buffers without those of the weights. The first step's gradients are ten times as
+    large.
 
     `fused` adds its products itself, and is used twice; `returned` has its gradient from autograd; `late` is used in
     the last micro-batch alone, and `unused` in none of the second step. `other` does not replace its first gradient."""

@@ -57,7 +57,7 @@ def same(received: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def passes(folder: str, overrides: Sequence[str], outputs: str, dtype: str | None) -> dict[str, Any]:
-    """One source over two passes with a step in between, each beside an export of that time, and the buckets."""
+    """One source over two passes with a step in between, each compared with an export of that time, and the buckets."""
     with started(folder, overrides, outputs) as wrap:
         weights = wrap.weight_source(dtype=dtype)
         metadata = weights.metadata()

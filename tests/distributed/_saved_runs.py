@@ -1,4 +1,4 @@
-"""Functions that the tests of parameters trained whole beside adapters run on each rank."""
+"""Functions that the tests of parameters trained whole in addition to adapters run on each rank."""
 
 from __future__ import annotations
 

@@ -381,7 +381,7 @@ def test_a_checkpoint_with_the_base_needs_no_folder(folder_of, ranks, tmp_path):
 
 
 def test_parameters_trained_whole_are_resumed_with_their_originals(folder_of, ranks, tmp_path):
-    """On another layout; with `keep_base` the originals come from the checkpoint, here beside another folder."""
+    """On another layout; with `keep_base` the originals come from the checkpoint, here with another folder."""
     folder = str(folder_of("llama")[0])
     whole = runs.overrides_of({"r": 4, "modules_to_save": ["embed_tokens", "lm_head", "1.input_layernorm"]})
     tp2, pp2 = (*LAYOUTS["tp2-sp"][1], *whole), (*LAYOUTS["pp2"][1], *whole)

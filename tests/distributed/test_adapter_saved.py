@@ -1,4 +1,5 @@
-"""Parameters that are trained whole beside adapters (modules_to_save), against peft: the head of a value model."""
+"""Parameters that are trained whole in addition to adapters (modules_to_save), against peft: the head of a value
+model."""
 
 from __future__ import annotations
 

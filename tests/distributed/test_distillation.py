@@ -151,7 +151,7 @@ def test_layouts_agree(ranks, teacher, group):
 
 
 def test_what_cannot_be_is_refused(ranks, teacher):
-    """A missing teacher, a teacher beside a reference, and logits of another length."""
+    """A missing teacher, a teacher and a reference, and logits of another length."""
     flow = runs.of_flow("gpt_distill", {})
     rows = [[0.0, 1.0]] * 3
     tokens = {"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [1] * 6}

@@ -1,4 +1,4 @@
-"""The self-attention that GPUs use, which splits and rotates in one operation, beside Megatron-Core's."""
+"""The self-attention that GPUs use, which splits and rotates in one operation, compared with Megatron-Core's."""
 
 from __future__ import annotations
 

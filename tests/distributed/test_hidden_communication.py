@@ -1,4 +1,4 @@
-"""`tp_comm_overlap` beside torch's layers: the products are those of Megatron-Core's layers, and runs agree."""
+"""`tp_comm_overlap` with torch's layers: the products are those of Megatron-Core's layers, and runs agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters beside quantized frozen weights: the same training as beside ordinary weights of the same values."""
+"""Adapters of quantized frozen weights: the same training as with ordinary weights of the same values."""
 
 from __future__ import annotations
 

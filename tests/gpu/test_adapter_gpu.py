@@ -1,4 +1,4 @@
-"""Adapters beside the layers of both implementations, and beside frozen weights in FP8; skipped without a GPU or
+"""Adapters of the layers of both implementations, and of frozen weights in FP8; skipped without a GPU or
 Transformer Engine."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training in FP8 on one and two GPUs: the recipes beside bf16, checkpoints, exports; skipped without a GPU,
+"""Training in FP8 on one and two GPUs: the recipes compared with bf16, checkpoints, exports; skipped without a GPU,
 Transformer Engine, or a GPU that has FP8."""
 
 from pathlib import Path

@@ -133,7 +133,7 @@ def describe_adapters(config: RunConfig, vocab_size: int | None) -> str:
     total = size(hf_format.family) + trainable
     kinds = ", ".join(sorted({module.key for layer in layers for module in layer.modules}))
     count = sum(len(layer.modules) for layer in layers)
-    line = f"LoRA beside {count} modules ({kinds})"
+    line = f"LoRA on {count} modules ({kinds})"
     table = hf_format.family.parameters(hf_format.arch)
     rows = trained_rows(table, config.adapter)
     if rows:

@@ -1,4 +1,5 @@
-"""The vision encoder of the folder that a run started from, copied unchanged beside the trained language model."""
+"""The vision encoder of the folder that a run started from, copied unchanged into exports of the trained language
+model."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "pr
 
 @dataclass(frozen=True)
 class KeptVision:
-    """What an export has beside its language model."""
+    """What an export has in addition to its language model."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -52,7 +53,7 @@ class KeptVision:
         return cls(original.folder, tensors, weights.text_prefix, original.with_vision)
 
     def name(self, text_name: str) -> str:
-        """The name of a tensor of the language model beside the vision encoder."""
+        """The name of a tensor of the language model in a model with a vision encoder."""
         return name_beside_vision(text_name, self.prefix)
 
     def config_json(self, text: Mapping[str, Any]) -> dict[str, Any]:

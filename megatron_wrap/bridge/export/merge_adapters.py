@@ -1,4 +1,4 @@
-"""The merge of adapters into the weights beside which they were trained, for exports without adapters."""
+"""The merge of adapters into the weights for which they were trained, for exports without adapters."""
 
 from __future__ import annotations
 

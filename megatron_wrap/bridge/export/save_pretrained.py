@@ -56,7 +56,7 @@ def save_pretrained(
         folder: on a file system that all ranks share; shards of an earlier export in it are replaced.
         tokenizer: saved with the weights; None: no tokenizer.
         max_shard_size: bytes, or text such as "5GB"; a tensor is never split.
-        vision: written beside the language model; None: nothing.
+        vision: written in addition to the language model; None: nothing.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write.

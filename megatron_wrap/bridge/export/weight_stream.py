@@ -76,7 +76,7 @@ class WeightStream:
         chunks: this process's model chunks, with or without Megatron-Core's wrappers.
         arch: with all sizes set.
         dtype: of the tensors, such as "bfloat16"; None: that of the parameters.
-        merge: fold adapters into the weights beside which they were trained.
+        merge: fold adapters into the weights for which they were trained.
 
     Raises:
         CheckpointError: the family lacks a parameter of this model, or the model lacks one of the family.

@@ -28,7 +28,7 @@ def gemma_values(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     """Architecture keys from config.json.
 
     Args:
-        defaults: transformers' of the family, beside those of both.
+        defaults: transformers' of the family, in addition to those of both.
     """
     config = {**_DEFAULTS, **defaults, **config}
     refuse_unless(config, attention_bias=False, use_bidirectional_attention=(False, None))

@@ -1,5 +1,5 @@
 """Llama 1 to 3.2, and models of the same architecture (transformers/models/llama). Other families take Llama's table of
-weights as it is, or its parts: attention, dense MLPs, and experts beside them.
+weights as it is, or its parts: attention, dense MLPs, and experts.
 """
 
 from collections.abc import Callable, Mapping

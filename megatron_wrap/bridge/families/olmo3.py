@@ -12,8 +12,8 @@ from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 
 _BASE = 500000.0
-"""transformers' default_theta (configuration_olmo3.py), which layers with a window also have beside another
-`rope_theta` of the earlier form."""
+"""transformers' default_theta (configuration_olmo3.py), which layers with a window have even if the earlier
+`rope_theta` differs."""
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:

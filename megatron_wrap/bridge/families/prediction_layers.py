@@ -47,7 +47,7 @@ def prediction_config(arch: ArchConfig) -> dict[str, Any]:
 
 
 def single_prediction_table(arch: ArchConfig, layer: LayerTable) -> Table:
-    """The table of the one layer of Qwen3-Next and Qwen3.5 (`mtp.`), with the projection and the norms beside it."""
+    """The table of the one layer of Qwen3-Next and Qwen3.5 (`mtp.`), with its projection and norms."""
     if not arch.mtp_num_layers:
         return {}
     names = {

@@ -32,7 +32,7 @@ def rope_of_kinds(
 
 
 def window_rope_values(values: Mapping[str, Any], window: Mapping[str, Any]) -> dict[str, Any]:
-    """Architecture key of the rotary parameters `window` of layers with a window, beside the other keys."""
+    """Architecture key of the rotary parameters `window` of layers with a window, in addition to the other keys."""
     refuse_unless(window, rope_type="default", type="default", partial_rotary_factor=(None, 1.0))
     scaled = values["use_rope_scaling"] or values["rope_type"] != "rope"
     scaled = scaled or values["rotary_seq_len_interpolation_factor"] is not None
@@ -43,8 +43,8 @@ def window_rope_values(values: Mapping[str, Any], window: Mapping[str, Any]) -> 
 
 
 def rope_of_kinds_config(arch: ArchConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of both, beside the other `values` of config.json, which have the earlier form for layers without a
-    window."""
+    """The inverse of both, in addition to the other `values` of config.json, which have the earlier form for layers
+    without a window."""
     whole = {"rope_type": "default", **(values["rope_scaling"] or {}), "rope_theta": arch.rotary_base}
     base = arch.rotary_base if arch.window_rotary_base is None else arch.window_rotary_base
     return {"rope_parameters": {FULL: whole, SLIDING: {"rope_type": "default", "rope_theta": base}}}

@@ -10,7 +10,7 @@ _PUBLISHED, _TRANSFORMERS = PREFIXES = ("language_model.", "model.language_model
 _VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*"
 LEFT_OUT: Mapping[str, str] = {
     _VISION: "the vision encoder and its projector are not loaded: the text model is trained, and exported alone, or "
-    "with keep_vision beside them"
+    "with keep_vision together with the encoder"
 }
 """Pattern (full match) of the vision encoder's tensors -> a warning for the user."""
 

@@ -103,7 +103,7 @@ class WeightFolder:
             stored = without_stacks(stored)
         prefix = family.base_prefix
         self.text_prefix = prefix_of(stored)
-        """Of the language model's tensors beside a vision encoder, which is not read; None: there is none."""
+        """Of the language model's tensors in a folder with a vision encoder, which is not read; None: there is none."""
         if self.text_prefix is not None:
             stored = {text_name(name): entry for name, entry in stored.items()}
         elif stored and not any(name.startswith(prefix) for name in stored):

@@ -1,4 +1,4 @@
-"""Which linear layers an adapter of `megatron_wrap.adapter` trains beside, by peft's rules, and the tensors of peft's
+"""Which linear layers have adapters of `megatron_wrap.adapter`, by peft's rules, and the tensors of peft's
 files that its factors are. Needs no torch."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AdaptedLayer:
     dora: bool = False
     """The norms of the adapted rows are trained as well."""
     decomposed: bool = False
-    """The initial factors, whose product is taken from the base, are kept beside the trained ones."""
+    """The initial factors, whose product is taken from the base, are kept in addition to the trained ones."""
     before_019: bool = False
     """The files have the form of experts' factors that peft had before 0.19."""
 
@@ -274,8 +274,8 @@ def _parameter_target(module: str, config: AdapterConfig, others: Sequence[Targe
 
 
 def saved_parameters(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, WeightMapping]:
-    """Global name of each parameter that is trained whole beside the adapters (modules_to_save, biases, and the head of
-    a value model) -> its tensors in peft's file.
+    """Global name of each parameter that is trained whole in addition to the adapters (modules_to_save, biases, and the
+    head of a value model) -> its tensors in peft's file.
 
     Args:
         table: the family's, global name of each parameter -> its Hugging Face tensors.
@@ -441,7 +441,7 @@ def peft_config(
 
 
 def _of_twice_the_rank(config: AdapterConfig) -> AdapterConfig:
-    """The adapter whose factors are the trained ones beside the initial ones, with the same scales."""
+    """The adapter whose factors are the trained ones and the initial ones, with the same scales."""
     more = math.sqrt(2) if config.use_rslora else 2
     return replace(
         config,

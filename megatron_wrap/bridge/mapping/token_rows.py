@@ -1,5 +1,5 @@
-"""Which rows of the embedding and the output layer are trained beside an adapter, by peft's rules, and the tensors of
-peft's files that they are. Needs no torch."""
+"""Which rows of the embedding and the output layer are trained in addition to an adapter, by peft's rules, and the
+tensors of peft's files that they are. Needs no torch."""
 
 from __future__ import annotations
 

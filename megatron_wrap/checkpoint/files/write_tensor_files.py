@@ -1,9 +1,10 @@
 """Writing of a rank's tensor files, in threads, each file hashed while it is written.
 
-torch serializes a tensor into a stream. Another thread follows the writing and computes the SHA-256 of a block from the
-operating system's cache of the file; the writing does not wait for it, and a block that is not hashed in time is
-finished beside the next one, so that blocks of one file are hashed in parallel. Hashed files are written without the
-CRC-32 that `torch.save` computes otherwise: nothing reads it, and it costs as much as the writing to memory.
+torch serializes a tensor into a stream. Another thread follows the writing and computes the SHA-256 of a block from
+the operating system's cache of the file; the writing does not wait for it, and a block that is not hashed in time is
+finished while the next one is written, so that blocks of one file are hashed in parallel. Hashed files are written
+without the CRC-32 that `torch.save` computes otherwise: nothing reads it, and it costs as much as the writing to
+memory.
 """
 
 from __future__ import annotations

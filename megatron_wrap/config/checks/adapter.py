@@ -33,7 +33,7 @@ def check_adapter(config: RunConfig) -> None:
             config,
             ["adapter.path", "train.load"],
             f"adapter.path {adapter.path!r} and train.common.load {config.train.load!r} both name weights to "
-            "start from, and path is read beside the weights of model_provider.hf_path alone; delete one of the two",
+            "start from, and path is read only with the weights of model_provider.hf_path; delete one of the two",
         )
     for name in adapter.others or {}:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "default":
@@ -74,15 +74,15 @@ def _check_experts(config: RunConfig) -> None:
 
 
 def _check_layers(config: RunConfig) -> None:
-    """Refuse layers beside which no adapter is trained."""
+    """Refuse layers that cannot have adapters."""
     if config.arch.num_experts is not None:
         if config.arch.transformer_impl == "transformer_engine":
-            rule = "adapters in a mixture of experts are trained beside torch's layers; write auto or torch"
+            rule = "adapters in a mixture of experts need torch's layers; write auto or torch"
             refuse(config, ["arch.transformer_impl"], rule)
         if config.dtype.fp8 is not None:
             refuse(config, ["dtype.fp8"], "adapters in a mixture of experts are trained in bf16 or fp32; write null")
     if config.dtype.fp8_param_gather:
-        refuse(config, ["dtype.fp8_param_gather"], "the weights beside an adapter are not gathered; write false")
+        refuse(config, ["dtype.fp8_param_gather"], "the frozen weights of an adapter are not gathered; write false")
 
 
 def _check_patterns(config: RunConfig) -> None:

@@ -40,7 +40,7 @@ def grown_vocabulary(config: RunConfig, vocab_size: int) -> str | None:
     )
     adapter = config.adapter
     if adapter.adapter_type != "none" and not adapter.modules_to_save:
-        text += "; megatron_wrap.adapter.modules_to_save: [embed_tokens, lm_head] trains them beside the adapter"
+        text += "; megatron_wrap.adapter.modules_to_save: [embed_tokens, lm_head] also trains them"
     return text
 
 

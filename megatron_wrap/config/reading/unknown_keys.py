@@ -46,9 +46,9 @@ class KeyRules:
         self._refuse(node, path, key, "section", folder.entries)
 
     def refuse_beside_select(self, folder: Folder, section: Section, key: str, node: Node) -> None:
-        """Refuse a key beside `__select__`."""
+        """Refuse a key next to `__select__`."""
         if key in section.origins or key in self.more_keys(section.path):
-            rule: str | None = f"a key beside {SELECT} has no effect; put it under {OVERRIDE}"
+            rule: str | None = f"a key next to {SELECT} has no effect; put it under {OVERRIDE}"
         elif key in folder.entries:
             rule = f"{section.name} is selected, so this has no effect; delete it or select {key}"
         else:

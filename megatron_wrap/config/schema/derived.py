@@ -48,7 +48,7 @@ def kv_channels(arch: ArchConfig) -> int:
 
 
 def is_gated(arch: ArchConfig) -> bool:
-    """Whether the first layer of an MLP has a gate beside its linear part."""
+    """Whether the first layer of an MLP has a gate in addition to its linear part."""
     return arch.swiglu or arch.geglu or arch.quick_geglu
 
 

@@ -228,7 +228,7 @@ class ArchConfig:
     """How tokens are sent to their experts over the expert-parallel processes."""
     transformer_impl: Literal["auto", "transformer_engine", "torch"] = "auto"
     """Layers from Transformer Engine, or Megatron-Core's own with torch's scaled_dot_product_attention; auto:
-    Transformer Engine on a GPU if it is installed, else torch; beside an adapter, and for dense layers under tensor or
+    Transformer Engine on a GPU if it is installed, else torch; with an adapter, and for dense layers under tensor or
     context parallelism where their communication is hidden or captured in CUDA graphs, torch; with FP8 Transformer
     Engine."""
     upstream: Mapping[str, Any]
@@ -301,11 +301,11 @@ class ProviderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """`megatron_wrap.adapter`: low-rank adapters (LoRA, arXiv:2106.09685) beside frozen weights; names and meanings are
+    """`megatron_wrap.adapter`: low-rank adapters (LoRA, arXiv:2106.09685) for frozen weights; names and meanings are
     those of peft's LoraConfig, modules have their names in Hugging Face's model."""
 
     adapter_type: Literal["none", "lora"] = "none"
-    """none: train all weights; lora: freeze them, and train two factors of low rank beside each target module."""
+    """none: train all weights; lora: freeze them, and train two factors of low rank for each target module."""
     path: str | None = None
     """Folder of a peft adapter (adapter_config.json, adapter_model.safetensors), whose factors are the initial ones;
     its r, alpha and target modules must be those below. null: new factors."""

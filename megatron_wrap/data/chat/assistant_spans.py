@@ -237,7 +237,7 @@ def _end_of_shown_text(chat: Conversation, text: str, index: int) -> int:
     end = _end_of_text(chat, text, index)
     if end is None:
         raise DataError(
-            f"the chat template does not show message {index} unchanged, so the turns beside it cannot be separated"
+            f"the chat template does not show message {index} unchanged, so the turns around it cannot be separated"
         )
     return end
 
@@ -261,7 +261,7 @@ def _marked(message: dict, names: bool) -> dict:
 
 
 def _may_have_text(message: dict) -> bool:
-    """Whether a template may get a text for an empty one; that of gpt-oss refuses one beside a call's thoughts."""
+    """Whether a template may get a text for an empty one; that of gpt-oss refuses one with a call's thoughts."""
     return bool(message["content"]) or "thinking" not in message
 
 
@@ -303,7 +303,7 @@ def _message_weight(message: dict, index: int) -> int:
     if weight not in (0, 1):
         raise DataError(
             f'message {index} has "weight" {weight!r}, which must be 0 or 1; the weight of a whole sample stands '
-            'beside "messages"'
+            'next to "messages"'
         )
     return int(weight)
 

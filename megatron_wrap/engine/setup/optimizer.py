@@ -44,7 +44,7 @@ def build_optimizer(
         "log_num_zeros_in_grad": config.logger.add_num_zeros_in_grad_to_metrics,
         "params_dtype": parameter_dtype(config),
         **optim.upstream,
-        "optimizer": "sgd" if optim.optimizer == "sgd" else "adam",  # beside Muon
+        "optimizer": "sgd" if optim.optimizer == "sgd" else "adam",  # in addition to Muon
         **{name: _DTYPES[getattr(optim, name)] for name in _OF_DTYPE},
     }
     optimizer_config = OptimizerConfig(**accepts(OptimizerConfig, settings))

@@ -1,5 +1,5 @@
 """Multi-token prediction: layer k of D predicts the token after the next k tokens (DeepSeek-V3, arXiv:2412.19437,
-section 2.2). Its loss is one term for each layer beside the flow's own terms.
+section 2.2). Its loss is one term for each layer in addition to the flow's own terms.
 
 The inputs are shifted on the collated micro-batch, where each row is one sequence, so that they cross neither the
 borders of sequences that are packed later nor those of context-parallel shards.

@@ -84,7 +84,7 @@ def cuda_build(subject: Subject) -> Iterator[Finding]:
 
 
 def transformer_engine(subject: Subject) -> Iterator[Finding]:
-    """Whether Transformer Engine, where it is installed, can be imported beside this torch; imports both."""
+    """Whether Transformer Engine, where it is installed, can be imported with this torch; imports both."""
     version = installed_versions()["Transformer Engine"]
     if version is None:
         yield Finding("not installed; layers are those of torch")
@@ -94,7 +94,7 @@ def transformer_engine(subject: Subject) -> Iterator[Finding]:
     except (ImportError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         yield Finding(
-            f"{version} cannot be imported beside torch {installed_versions()['torch']} ({reason}); install the build "
+            f"{version} cannot be imported with torch {installed_versions()['torch']} ({reason}); install the build "
             "for this torch and CUDA, or uninstall it",
             "error",
         )

@@ -158,7 +158,7 @@ def _command(launch: Launch) -> list[str]:
 
 
 def _grouped(words: Sequence[str]) -> list[str]:
-    """The words of a command line, an option beside its value, for a line each."""
+    """The words of a command line, an option with its value, for a line each."""
     lines: list[str] = []
     for word in words:
         if lines and lines[-1].startswith("--") and " " not in lines[-1] and not word.startswith("--"):

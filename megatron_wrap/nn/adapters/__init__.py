@@ -1,1 +1,1 @@
-"""Adapters beside frozen layers: low-rank factors, and parameters that are trained whole."""
+"""Adapters of frozen layers: low-rank factors, and parameters that are trained whole."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv:2106.09685) beside a linear layer of Megatron-Core.
+"""Low-rank adapters (LoRA, Hu et al., arXiv:2106.09685) for a linear layer of Megatron-Core.
 
 One factor is whole and the other is sharded, so the rank need not be a multiple of the tensor-parallel size, and each
 factor is one tensor of peft's files. The rule: an adapter's output is in the same parallel state as its base's output.

@@ -1,4 +1,4 @@
-"""Rows of the vocabulary that are trained beside a frozen embedding and output layer (peft's trainable_token_indices).
+"""Rows of the vocabulary that are trained while embedding and output layer are frozen (peft's trainable_token_indices).
 
 The trained rows [N, hidden_size] are one parameter, whole on every tensor-parallel rank. They replace rows of the
 embedding's output and columns of the logits; no weight changes, so switching them off is bitwise the base. A model with

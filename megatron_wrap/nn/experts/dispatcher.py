@@ -66,7 +66,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_states.reshape(-1, self.hidden_shape[-1]), probs
 
     def compute_beside_exchange(self, deferred: DeferredGradient) -> None:
-        """Compute a gradient in the backward pass of the next `token_dispatch`, beside its exchange."""
+        """Compute a gradient in the backward pass of the next `token_dispatch`, during its exchange."""
         self._deferred = deferred
 
     def token_dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

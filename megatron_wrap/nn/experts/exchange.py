@@ -1,4 +1,4 @@
-"""The exchange of rows between expert-parallel processes, beside which both passes compute."""
+"""The exchange of rows between expert-parallel processes, during which both passes compute."""
 
 from __future__ import annotations
 

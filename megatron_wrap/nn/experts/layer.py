@@ -15,8 +15,8 @@ from megatron_wrap.nn.experts.dispatcher import SortingDispatcher, can_sort_on_d
 class GroupedMoELayer(MoELayer):
     """A layer whose experts are `GroupedExperts`. Arguments: those of `MoELayer`.
 
-    With expert parallelism, the shared experts are computed beside the exchange of the tokens, and in the backward pass
-    the gradient of the experts' first weight beside the exchange of the tokens' gradients.
+    With expert parallelism, the shared experts are computed during the exchange of the tokens, and in the backward pass
+    the gradient of the experts' first weight during the exchange of the tokens' gradients.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -21,7 +21,7 @@ from megatron_wrap.nn.experts.products import grouped_linear
 
 
 class ExpertAdapter(torch.nn.Module):
-    """The adapters of E local experts beside one `GroupedLinear`; its parameters are `lora_A_NAME` [E, rank, in] and
+    """The adapters of E local experts for one `GroupedLinear`; its parameters are `lora_A_NAME` [E, rank, in] and
     `lora_B_NAME` [E, out, rank].
 
     Args:

@@ -193,7 +193,7 @@ def _split_kernel(values, parts, columns, block: tl.constexpr):
 
 
 def split(values: Tensor) -> Tensor:
-    """bf16 [N, 3 * columns] of fp32 [N, columns] on a GPU: three tensors beside each other, whose sum they are."""
+    """bf16 [N, 3 * columns] of fp32 [N, columns] on a GPU: three tensors side by side, whose sum they are."""
     rows, columns = values.shape
     parts = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=values.device)
     if rows:

@@ -15,7 +15,8 @@ so all chunks are prepared at once: with U = U_v + U_k S the state after the chu
     A S + B,    A = exp(G_C) + K'^T U_k,    B = K'^T U_v,    row t of K' is exp(G_C - G_t) k_t
 
 one product for each chunk after the other, and the outputs of all chunks follow from the states at once. On a GPU this
-is two short kernels for each chunk, one forward and one backward, beside a number that does not grow with the tokens.
+is two short kernels for each chunk, one forward and one backward, in addition to a number that does not grow with the
+tokens.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class ProcessPool(Generic[Item, Result]):
 
 
 @contextlib.contextmanager
-def beside(function: Callable[[], Result]) -> Iterator[Callable[[], Result]]:
+def in_another_process(function: Callable[[], Result]) -> Iterator[Callable[[], Result]]:
     """Call `function` in a forked process while the body runs; yields what waits for its result, or raises its error.
     See `ProcessPool` for what the function may use."""
     pool: ProcessPool[None, Result] = ProcessPool(lambda _: function(), 1)

@@ -167,7 +167,7 @@ def sizes(task: Task) -> str:
     if task.kv_lora_rank:
         heads = f"latent attention of ranks {task.q_lora_rank} and {task.kv_lora_rank}"
     if task.lora_rank:
-        width += f", adapters of rank {task.lora_rank} beside all linear layers"
+        width += f", adapters of rank {task.lora_rank} for all linear layers"
     length = f"sequence {task.seq_length:,}"
     if task.mixed_lengths:
         mean = task.tokens_per_step / task.global_batch_size

@@ -95,7 +95,7 @@ class Task:
     virtual_stages: int = 1
     """Model chunks of each pipeline stage."""
     lora_rank: int = 0
-    """Of adapters beside all linear layers, without dropout; 0: all weights are trained."""
+    """Of adapters for all linear layers, without dropout; 0: all weights are trained."""
     lora_alpha: float = 0.0
     mixed_lengths: bool = False
     """Samples have the lengths of `length_mix`, the same ones in each step, and no program pads them."""

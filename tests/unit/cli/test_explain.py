@@ -231,7 +231,7 @@ def test_the_modules_of_an_adapter_are_listed_after_its_section(explain: Explain
     lines = explain("megatron_wrap.adapter", *lora, "megatron_wrap.adapter.rank_pattern={layers.0.self_attn.q_proj: 2}")
     first, *kinds = lines.splitlines()[-4:]
     trainable = 2 * (256 + 256) + 8 * 3 * (256 + 256) + 8 * 4 * (704 + 256)
-    assert first == f"LoRA beside 8 modules (down_proj, q_proj): trainable params: {trainable:,}"
+    assert first == f"LoRA on 8 modules (down_proj, q_proj): trainable params: {trainable:,}"
     assert kinds == [
         "q_proj: 1 module, rank 2, 1,024 parameters",
         "down_proj: 4 modules, rank 8, 30,720 parameters",
@@ -239,6 +239,6 @@ def test_the_modules_of_an_adapter_are_listed_after_its_section(explain: Explain
     ]
     known = explain("megatron_wrap.adapter", *lora, "megatron_lm.model.arch.vocab_size=4096")
     assert "trainable params: 47,104 || all params: 5,095,680 || trainable%: 0.9244" in known
-    assert "LoRA beside" not in explain("megatron_wrap.adapter")
+    assert "LoRA on" not in explain("megatron_wrap.adapter")
     wrong = explain("seed", lora[0], "megatron_wrap.adapter.exclude_modules=[q_prj]", code=2)
     assert wrong.startswith("error: megatron_wrap.adapter.exclude_modules: q_prj ")

@@ -57,7 +57,7 @@ def test_ray_is_chosen_by_the_option_or_the_key(capsys: pytest.CaptureFixture[st
 
 
 def test_with_ray_a_mistake_is_found_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
-    """By a process beside the import of Ray."""
+    """By a process during the import of Ray."""
     words = ["--launcher", "ray", "--gpus-per-node", "2", "megatron_wrap.init.platform=cpu"]
     assert main(["train", CONFIG, *words, "megatron_lm.model.parallel.tensor_model_parallel_size=4"]) == 2
     assert "TP 4 x PP 1 x CP 1 = 4 processes each" in capsys.readouterr().err

@@ -41,7 +41,7 @@ class KubernetesConfig:
     env_from_secrets: tuple[str, ...] = ()
     """Names of Secrets whose keys all become environment variables."""
     resources: Mapping[str, Any] = key({})
-    """Of each pod beside its GPUs, such as {cpu: 32, memory: 256Gi, rdma/ib: 8}; requests and limits."""
+    """Of each pod in addition to its GPUs, such as {cpu: 32, memory: 256Gi, rdma/ib: 8}; requests and limits."""
     gpu_resource: str = "nvidia.com/gpu"
     """Name of the cluster's resource for GPUs; platform cpu requests none."""
     node_selector: Mapping[str, Any] = key({})

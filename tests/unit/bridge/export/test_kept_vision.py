@@ -1,4 +1,4 @@
-"""What cannot be exported beside a vision encoder; tests/distributed/test_bridge.py exports what can."""
+"""What cannot be exported with a vision encoder; tests/distributed/test_bridge.py exports what can."""
 
 from types import SimpleNamespace
 from typing import Any

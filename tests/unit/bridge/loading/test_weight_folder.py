@@ -357,7 +357,7 @@ def test_layers_for_multi_token_prediction_are_not_loaded_with_a_warning(folder)
 
 
 def test_the_layer_for_multi_token_prediction_of_qwen_is_one_that_a_run_may_load(folder):
-    """As in Qwen/Qwen3.5-27B, beside the decoder."""
+    """As in Qwen/Qwen3.5-27B, in addition to the decoder."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     shutil.rmtree(folder)

@@ -122,7 +122,7 @@ def test_every_value_knows_the_line_that_gave_it(write_run: Write) -> None:
         (
             "__override__:\n        tensor",
             "tensor_model_parallel_size: 2\n      __override__:\n        tensor",
-            "run.yaml:7 megatron_lm.model.parallel.tensor_model_parallel_size: a key beside __select__ has no effect; "
+            "run.yaml:7 megatron_lm.model.parallel.tensor_model_parallel_size: a key next to __select__ has no effect; "
             "put it under __override__",
         ),
         (

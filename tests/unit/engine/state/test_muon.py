@@ -1,4 +1,4 @@
-"""Muon: its step beside `torch.optim.Muon` on the matrices of Hugging Face's model."""
+"""Muon: its step compared with `torch.optim.Muon` on the matrices of Hugging Face's model."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.errors import DataError
-from megatron_wrap.utils.pools.processes import ProcessPool, beside
+from megatron_wrap.utils.pools.processes import ProcessPool, in_another_process
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,7 +53,7 @@ class Odd(Exception):
 
 
 def test_a_call_beside_the_body_returns_or_raises_when_it_is_waited_for():
-    with beside(os.getpid) as wait:
+    with in_another_process(os.getpid) as wait:
         process = wait()
     assert process != os.getpid()
     assert not is_running(process)
@@ -61,7 +61,7 @@ def test_a_call_beside_the_body_returns_or_raises_when_it_is_waited_for():
     def fails() -> None:
         raise DataError("row 3")
 
-    with beside(fails) as wait, pytest.raises(DataError, match="row 3"):
+    with in_another_process(fails) as wait, pytest.raises(DataError, match="row 3"):
         wait()
 
 
