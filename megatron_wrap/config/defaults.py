@@ -236,9 +236,9 @@ def cuda_connections(config: RunConfig, machine: Machine, environment: str | Non
         return Choice(CONNECTIONS, environment, "set in the environment")
     sizes = {"tensor": parallel.tensor_model_parallel_size, "context": parallel.context_parallel_size}
     kinds = [kind for kind, size in sizes.items() if size > 1]
-    if kinds == ["tensor"] and _uses_copy_engines(config, machine):
+    if kinds and _uses_copy_engines(config, machine):
         # two H200s, 2026-11-26, CUDA graphs: 4.66 ms, with one queue 5.02 (hidden_layers.py --tokens 16384)
-        return Choice(CONNECTIONS, "8", "with one queue a product would wait for a copy that was queued before it")
+        return Choice(CONNECTIONS, "8", "with one queue a kernel would wait for a copy that was queued before it")
     if kinds:
         # tensor_parallel/layers.py relies on it
         reason = f"{' and '.join(kinds)} parallelism overlap communication by the order in which kernels are queued"
@@ -354,10 +354,16 @@ _ONE_PASS = ("gpt_sft", "gpt_pretrain")
 
 
 def _uses_copy_engines(config: RunConfig, machine: Machine) -> bool:
-    """Whether torch's layers hide the communication of tensor parallelism."""
+    """Whether torch's layers hide the communication of tensor parallelism and the transfers of a ring, where a run has
+    them."""
     config = with_choices(config, layer_choices(config, machine))
-    hidden = machine.platform == "cuda" and bool(config.parallel.tp_comm_overlap)
-    return hidden and not has_transformer_engine_layers(config, machine)
+    parallel = config.parallel
+    if machine.platform != "cuda" or has_transformer_engine_layers(config, machine):
+        return False
+    half_precision = config.dtype.bf16 or config.dtype.fp16
+    rings = half_precision and parallel.cp_comm_type in (None, "p2p")
+    tensors = parallel.tensor_model_parallel_size == 1 or bool(parallel.tp_comm_overlap)
+    return tensors and (parallel.context_parallel_size == 1 or rings)
 
 
 def _overlapped_gather(

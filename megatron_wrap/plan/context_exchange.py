@@ -7,7 +7,8 @@ d (queries, keys) and d_v (values), each process sends for a layer and a sequenc
 - a2a: 2 (cp - 1) / cp * s / cp * (h + g') (d + d_v): queries, keys and values, then outputs are exchanged, and their
   gradients; g' = max(g, cp), because key heads that are fewer than the processes are sent to several.
 - p2p: 3 (cp - 1) / cp * s * g (d + d_v): keys and values pass around a ring in both passes, their gradients once;
-  torch's attention keeps those that came last, so it sends s / cp * g (d + d_v) less.
+  torch's attention keeps those that came last, so it sends s / cp * g (d + d_v) less, and of a causal mask's earlier
+  keys half, which is not counted, since processes differ in it.
 
 So a2a sends less than all_gather if h + g' < cp * g: with cp 2 never, without grouped queries from cp 4 on, with four
 query heads for each key head from cp 8 on. With cp 2 the ring of torch's attention sends as much as all_gather.
