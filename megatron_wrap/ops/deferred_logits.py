@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from megatron_wrap.ops.vocabulary import token_blocks
+from megatron_wrap.platform.megatron_core.added_gradients import placeholder
 from megatron_wrap.utils.dist_logger import logger
 
 CHUNK_BYTES = 512 * 2**20
@@ -96,16 +97,8 @@ class OutputProjection:
 
     def returned_gradient(self, buffer: Tensor) -> Tensor | None:
         """What an autograd function returns as the gradient of the weight after adding it to `buffer`: autograd then
-        calls the hook that marks the gradient as complete, in the backward pass. In Megatron-Core's buffer the values
-        are added already, so a placeholder is returned that its hook does not add (tensor_parallel/layers.py,
-        LinearWithGradAccumulationAndAsyncCommunication; zeros where the embedding shares the weight)."""
-        weight: Any = self.weight
-        if not self.has_buffer:
-            return buffer.to(weight.dtype)
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+        calls the hook that marks the gradient as complete, in the backward pass."""
+        return placeholder(self.weight) if self.has_buffer else buffer.to(self.weight.dtype)
 
 
 class DeferredLogits(Tensor):

@@ -1,7 +1,7 @@
 """Kernels of one GPU compared with their alternatives; prints a RESULT line for each, in milliseconds.
 
-    python3 scripts/benchmark/layer_kernels.py [swiglu rotary norm liger weight-gradient adam attention
-        attention-shapes]
+    python3 scripts/benchmark/layer_kernels.py [swiglu rotary norm liger weight-gradient embedding adam
+        attention attention-shapes]
 
 Times are medians of device events over fresh buffers; the bandwidth counts each input and output once.
 """
@@ -220,6 +220,33 @@ def measure_weight_gradient() -> None:
     result("weight-gradient", "product alone", milliseconds, tflops=round(flops / milliseconds / 1e9))
 
 
+def measure_embedding() -> None:
+    """Gradient of the word embeddings of a micro-batch in the fp32 buffer, to which Megatron-Core's hook adds torch's.
+    Tokens are words by Zipf's law, these with half of them padding, or all different."""
+    from megatron_wrap.nn.kernels.embedding.row_gradients import add_row_gradients
+
+    vocabulary = 128256
+    total = torch.zeros(vocabulary, HIDDEN, device=DEVICE)
+    for tokens in (4096, TOKENS):
+        grad = random(4096, tokens // 4096, HIDDEN).detach().transpose(0, 1)
+        words = torch.multinomial(1.0 / torch.arange(1, vocabulary + 1, device=DEVICE), tokens, replacement=True)
+        kinds = {"words": words, "different": torch.randperm(vocabulary, device=DEVICE)[:tokens]}
+        kinds["half padding"] = torch.where(torch.rand(tokens, device=DEVICE) < 0.5, 3, words)
+        for kind, tokens_of_kind in kinds.items():
+            ids = tokens_of_kind.view(grad.shape[:2])
+
+            def by_torch(ids: torch.Tensor = ids, grad: torch.Tensor = grad) -> None:
+                total.add_(torch.ops.aten.embedding_dense_backward(grad, ids, vocabulary, -1, False))
+
+            def by_rows(ids: torch.Tensor = ids, grad: torch.Tensor = grad) -> None:
+                add_row_gradients(ids, grad, total)
+
+            rows = int(ids.unique().numel())
+            shape: dict[str, Any] = {"tokens": tokens, "ids": kind, "rows": rows}
+            result("embedding", "torch, then add", median_ms(by_torch), **shape)
+            result("embedding", "triton", median_ms(by_rows), (tokens * 2 + rows * 8) * HIDDEN / 1e9, **shape)
+
+
 def measure_adam() -> None:
     """One update of 500 million fp32 parameters in 60 tensors."""
     from megatron_wrap.platform.megatron_core.adam import GroupStepAdam
@@ -307,6 +334,7 @@ PARTS = {
     "norm": measure_norm,
     "liger": measure_liger,
     "weight-gradient": measure_weight_gradient,
+    "embedding": measure_embedding,
     "adam": measure_adam,
     "attention": measure_attention,
     "attention-shapes": measure_attention_shapes,

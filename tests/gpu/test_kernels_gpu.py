@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 from megatron_wrap.engine.state.kernel_adam import KernelAdam
 from megatron_wrap.nn.attention import attend
 from megatron_wrap.nn.kernels.attention.flash_attention import StoredScores, merge_
+from megatron_wrap.nn.kernels.embedding.row_gradients import add_row_gradients
 from megatron_wrap.nn.kernels.rms_norm import rms_norm
 from megatron_wrap.nn.kernels.rotary import apply_rotary, split_rotary
 from megatron_wrap.nn.kernels.swiglu import swiglu
@@ -146,6 +147,40 @@ def test_weight_gradients_are_accumulated_without_rounding():
     wide = start.cuda()
     WeightGradients.wgrad_gemm_accum_fp32(inputs.cuda().float(), grad.cuda().float(), wide)
     assert error(wide, expected) < 3e-6
+
+
+def ids_of(case: str, tokens: int, num_rows: int) -> torch.Tensor:
+    """[2, tokens / 2]: words by Zipf's law, these with half of them padding, one word, or some outside of the rows."""
+    if case == "equal":
+        return torch.full((2, tokens // 2), num_rows - 1)
+    if case == "outside":
+        return torch.randint(-num_rows, 2 * num_rows, (2, tokens // 2))
+    ids = torch.multinomial(1.0 / torch.arange(1, num_rows + 1), tokens, replacement=True).view(2, -1)
+    return torch.where(torch.rand(ids.shape) < 0.5, 3, ids) if case == "padding" else ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["words", "padding", "equal", "outside"])
+@pytest.mark.parametrize(("tokens", "columns"), [(2, 5), (500, 1000), (16384, 2048), (5000, 4096)])
+def test_gradients_of_embeddings_are_added_to_their_rows(tokens, columns, case, dtype):
+    """Without rounding sums to bf16, and the same bits in every run, also in a CUDA graph."""
+    torch.manual_seed(tokens)
+    num_rows = 5000
+    ids, before = ids_of(case, tokens, num_rows).cuda(), torch.randn(num_rows, columns, device="cuda")
+    grad = torch.randn(tokens // 2, 2, columns, device="cuda", dtype=dtype).transpose(0, 1)
+    inside = (ids >= 0) & (ids < num_rows)
+    weight = torch.zeros(num_rows, columns, device="cuda", dtype=torch.float64, requires_grad=True)
+    F.embedding(ids[inside], weight).backward(grad[inside].double())
+    total, repeated, replayed = before.clone(), before.clone(), before.clone()
+    add_row_gradients(ids, grad, total)
+    assert error(total, (before.double() + weight.grad).cpu()) < 1e-6
+    add_row_gradients(ids, grad.contiguous(), repeated)
+    assert torch.equal(repeated, total)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_row_gradients(ids, grad, replayed)
+    graph.replay()
+    assert torch.equal(replayed, total)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

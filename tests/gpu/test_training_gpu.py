@@ -12,6 +12,10 @@ import numpy
 from _implementations import HAS_TE, IMPLEMENTATIONS
 
 from megatron_wrap.core import MegatronWrap
+from megatron_wrap.engine.step import gradients_of_batch
+from megatron_wrap.model.chunks import bare_model
+from megatron_wrap.platform.megatron_core.kernels import LayerKernels, use
+from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 CONFIG = Path(__file__).parents[2] / "scripts/benchmark/overhead.yaml"
 
@@ -42,6 +46,30 @@ def train(folder: Path, implementation: str, steps: int, dtype: str = "bf16", sa
         if save:
             wrap.save()
     return losses, before
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_gradient_of_the_embedding_is_megatron_core_s(tmp_path, implementation):
+    """Up to the rounding of the gradient of each of four micro-batches to bf16."""
+    overrides = [
+        f"megatron_lm.model.arch.transformer_impl={implementation}",
+        "megatron_lm.train.dtype.__select__=bf16",
+        "megatron_lm.train.common.micro_batch_size=2",
+        f"megatron_wrap.logger.output_dir={tmp_path}",
+    ]
+    with MegatronWrap(CONFIG, overrides=overrides) as wrap, Replacements() as replacements:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        weight = bare_model(wrap.state.chunks[0]).embedding.word_embeddings.weight
+        batch, gradients = samples(wrap.global_batch_size), []
+        for added in (True, False):
+            gradients_of_batch(wrap.state, batch)
+            assert weight.grad_added_to_main_grad == added
+            gradients.append(weight.main_grad.double())
+            use(LayerKernels(embedding=torch.nn.functional.embedding), replacements)
+    actual, expected = gradients
+    assert torch.equal(actual.any(dim=1), expected.any(dim=1))  # others have no tokens
+    assert (actual - expected).norm() / expected.norm() < 2**-7
 
 
 @pytest.mark.skipif(not HAS_TE, reason="Transformer Engine is not installed")

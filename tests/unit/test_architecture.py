@@ -51,7 +51,6 @@ LOADED_BY_VARIABLE = {
 SCHEDULE = "field of ModelParallelConfig through which a training program gives Megatron-Core's schedule its functions"
 MARK = "Megatron-Core's mark on a parameter, by which it reduces gradients"
 SPEC = "a layer spec is made for one model, and its submodules are exchanged by assignment"
-ACCUMULATED = "Megatron-Core's mark that a weight's gradient is in its buffer"
 STORAGE = "torch exchanges the storage of a parameter through it, as Module.to does"
 FOREIGN = {
     "engine/": {
@@ -76,11 +75,9 @@ FOREIGN = {
             *("shared", "shared_embedding", "is_embedding_or_output_parameter"),
         ],
         STORAGE: ["data"],
-        ACCUMULATED: ["grad_added_to_main_grad"],
         "a frozen parameter's values, which it has no memory for": ["quantized"],
         "of norms that our attention has built; Megatron-Core has one epsilon for all norms": ["eps"],
     },
-    "ops/": {ACCUMULATED: ["grad_added_to_main_grad"]},
     "testing/": {"torch's switch, in a process that only runs tests": ["fill_uninitialized_memory"]},
 }
 """Folder -> why its files assign attributes of objects that are not ours -> the attributes; platform/ may."""

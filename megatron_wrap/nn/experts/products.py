@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_wrap.nn.kernels.available import has_triton
+from megatron_wrap.platform.megatron_core.added_gradients import placeholder
 from megatron_wrap.platform.megatron_core.first_gradients import takes_first
 
 ALIGNMENT_BYTES = 16
@@ -100,9 +101,8 @@ def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return functional.grouped_mm(rows, matrices, offs=ends)
 
 
-def _weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor, weight: Any, accumulate: bool) -> Tensor:
-    """The gradient [E, out, in] of the weights; if it has been added to `main_grad`, memory without values, as
-    Megatron-Core's linear layers return it for the hook that counts gradients (tensor_parallel/layers.py)."""
+def _weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor, weight: Any, accumulate: bool) -> Tensor | None:
+    """The gradient [E, out, in] of the weights; if it has been added to `main_grad`, its placeholder."""
     main_grad = getattr(weight, "main_grad", None) if accumulate else None
     if main_grad is None:
         return _sum_of_products(grad, rows, ends)
@@ -115,9 +115,7 @@ def _weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor, weight: Any, accu
         main_grad.copy_(_sum_of_products(grad, rows, ends))
     else:
         main_grad.add_(_sum_of_products(grad, rows, ends))
-    if hasattr(weight, "grad_added_to_main_grad"):
-        weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
+    return placeholder(weight)
 
 
 def _sum_of_products(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:

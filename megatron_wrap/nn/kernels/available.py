@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 
 import torch
 from torch import Tensor
 
+from megatron_wrap.nn.kernels.embedding.lookup import lookup
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients, can_accumulate_weight_gradients
 from megatron_wrap.platform.megatron_core.kernels import LayerKernels
 
@@ -73,10 +75,13 @@ def layer_kernels(device: torch.device, training: bool = True) -> LayerKernels:
     weight_gradients = WeightGradients if training and can_accumulate_weight_gradients(device) else None
     if not has_triton():
         return LayerKernels(weight_gradients=weight_gradients)
+    from megatron_wrap.nn.kernels.embedding.row_gradients import add_row_gradients
     from megatron_wrap.nn.kernels.rotary import apply_rotary
 
+    embedding = functools.partial(lookup, add=add_row_gradients) if training else None
+    kernels = LayerKernels(rotary=apply_rotary, weight_gradients=weight_gradients, embedding=embedding)
     if not has_liger():
-        return LayerKernels(rotary=apply_rotary, weight_gradients=weight_gradients)
+        return kernels
     from megatron_wrap.nn.kernels.swiglu import swiglu
 
-    return LayerKernels(swiglu=swiglu, rotary=apply_rotary, weight_gradients=weight_gradients)
+    return dataclasses.replace(kernels, swiglu=swiglu)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
 from megatron_wrap.parallel.collectives import ExchangeOfShares, ProcessGroup, gathering
+from megatron_wrap.platform.megatron_core.added_gradients import placeholder
 
 _HIDING_COLUMNS = 1700
 """Columns of a row-parallel weight, for each other rank, from which the input's gradient of the rank's share takes
@@ -94,7 +95,7 @@ class _ScatteredProduct(torch.autograd.Function):
         grad, of_inputs = gather_product(share, weight, group, includes_self=False, meanwhile=add_own)
         for rows in rows_of_shares(share.shape[0], group)[1:]:
             WeightGradients.add(inputs[rows], grad[rows], main_grad)
-        return of_inputs, _after_accumulation(weight), None, None
+        return of_inputs, placeholder(weight), None, None
 
 
 def gather_product(
@@ -169,18 +170,9 @@ def _main_grad(weight: Any, accumulates: bool) -> Tensor | None:
 
 
 def _weight_gradient(inputs: Tensor, grad: Tensor, weight: Any, accumulates: bool) -> Tensor | None:
-    """grad^T inputs [out, in], or what `_after_accumulation` returns."""
+    """grad^T inputs [out, in], or what `placeholder` returns."""
     main_grad = _main_grad(weight, accumulates)
     if main_grad is None:
         return grad.flatten(0, -2).t() @ inputs.flatten(0, -2)
     WeightGradients.add(inputs, grad, main_grad)
-    return _after_accumulation(weight)
-
-
-def _after_accumulation(weight: Any) -> Tensor | None:
-    """What Megatron-Core's layers return for a gradient that was added to `main_grad` (tensor_parallel/layers.py):
-    memory for the hook that counts gradients."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    return placeholder(weight)

@@ -24,6 +24,8 @@ class LayerKernels:
     """([S, B, heads, D], angles [S, 1, 1, R], interleaved) -> [S, B, heads, D]."""
     weight_gradients: Any = None
     """An object with the functions of Apex's `fused_weight_gradient_mlp_cuda`."""
+    embedding: Callable[[Any, Any], Any] | None = None
+    """(ids, weight [V, H]) -> [*ids.shape, H], for `torch.nn.functional.embedding`."""
 
 
 def use(kernels: LayerKernels, replacements: Replacements) -> None:
@@ -38,6 +40,25 @@ def use(kernels: LayerKernels, replacements: Replacements) -> None:
         module = importlib.import_module(_LINEAR_MODULE)
         replacements.set(module, "fused_weight_gradient_mlp_cuda", kernels.weight_gradients)
         replacements.set(module, "_grad_accum_fusion_available", True)
+    if kernels.embedding is not None:
+        module = importlib.import_module(_LINEAR_MODULE)
+        replacements.set(module, "F", _Functional(module.F, kernels.embedding))
+
+
+class _Functional:
+    """A module's `torch.nn.functional` with another lookup of embeddings, for calls without further arguments."""
+
+    def __init__(self, original: Any, kernel: Callable[[Any, Any], Any]) -> None:
+        self._original, self._kernel = original, kernel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def embedding(self, ids: Any, weight: Any, *arguments: Any, **named: Any) -> Any:
+        """As torch's."""
+        if arguments or named:
+            return self._original.embedding(ids, weight, *arguments, **named)
+        return self._kernel(ids, weight)
 
 
 def _without_bias(kernel: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:

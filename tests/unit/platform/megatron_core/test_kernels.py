@@ -33,10 +33,12 @@ def test_kernels_are_called_and_undone(platform):
         (mlp, "bias_swiglu_impl"),
         (shared_experts, "bias_swiglu_impl"),
         (layers, "_grad_accum_fusion_available"),
+        (layers, "F"),
     ]
     before = [getattr(module, name) for module, name in replaced] + [rope_utils.fused_apply_rotary_pos_emb]
     replacements, products = Replacements(), object()
-    use(LayerKernels(swiglu=lambda gates: ("kernel", gates), rotary=len, weight_gradients=products), replacements)
+    kernels = LayerKernels(lambda gates: ("kernel", gates), len, products, lambda ids, weight: ("kernel", ids, weight))
+    use(kernels, replacements)
     try:
         gates = _OnGPU()
         assert mlp.bias_swiglu_impl(gates, None) == ("kernel", gates)
@@ -44,6 +46,7 @@ def test_kernels_are_called_and_undone(platform):
         assert rope_utils.fused_apply_rotary_pos_emb is len
         assert layers.fused_weight_gradient_mlp_cuda is products
         assert layers._grad_accum_fusion_available
+        assert layers.F.embedding(1, 2) == ("kernel", 1, 2)
     finally:
         replacements.close()
     assert [getattr(module, name) for module, name in replaced] + [rope_utils.fused_apply_rotary_pos_emb] == before
@@ -81,6 +84,16 @@ def test_megatron_core_computes_what_the_kernel_does_not(platform, case):
         torch.testing.assert_close(mlp.bias_swiglu_impl(gates, bias), expected)
     finally:
         replacements.close()
+
+
+def test_a_lookup_with_further_arguments_is_torch_s(platform):
+    from megatron.core.tensor_parallel import layers
+
+    with Replacements() as replacements:
+        use(LayerKernels(embedding=lambda ids, weight: pytest.fail("called")), replacements)
+        ids, weight = torch.tensor([1, 0]), torch.randn(2, 3)
+        assert torch.equal(layers.F.embedding(ids, weight, scale_grad_by_freq=True), weight[ids])
+        assert layers.F.relu is torch.nn.functional.relu
 
 
 def test_a_cpu_has_no_kernels():

@@ -1,0 +1,1 @@
+"""The lookup of word embeddings, and its gradient."""

@@ -1,0 +1,19 @@
+"""Gradients that a layer adds to the buffer of its weight itself, instead of returning them to autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def placeholder(weight: Any) -> Tensor | None:
+    """What an autograd function returns for a gradient that it has added to `weight.main_grad`. Autograd then calls the
+    hook of Megatron-Core's DistributedDataParallel, which marks the gradient as complete and does not add what was
+    returned (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication): memory without values, or
+    zeros where another layer that shares the weight returns its gradient. None: the weight has no such hook."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
