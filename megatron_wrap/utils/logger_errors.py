@@ -48,7 +48,7 @@ class ToleratedErrors:
                 self._warned.add(name)
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 logger.warning_rank_0(
-                    f"{name} fails: {reason or type(error).__name__}; training goes on, what it cannot write is "
+                    f"{name} fails: {reason or type(error).__name__}; training continues, what it cannot write is "
                     "missing, and later errors of it are not shown"
                 )
 

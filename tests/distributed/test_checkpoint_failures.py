@@ -131,7 +131,7 @@ def _save_twice(folder: Path, records: Path, pretended: int | None) -> tuple[str
     try:
         with runs.started(folder, (*keys, f"megatron_wrap.logger.output_dir={records}")) as wrap:
             for step in range(2):
-                wrap.train(runs.samples()[4 * step : 4 * step + 4])  # the second one is not saved, and training goes on
+                wrap.train(runs.samples()[4 * step : 4 * step + 4])  # the second one is not saved
             with pytest.raises(CheckpointError) as error:
                 wrap.save()
             return str(error.value), CheckpointStore(folder).iterations()

@@ -140,7 +140,7 @@ class Uploads:
                     return
                 self._failure = describe(error)
                 logger.warning_rank_0(
-                    f"upload to {self._url} failed: {self._failure}; training goes on, next attempt after {pause:.0f} s"
+                    f"upload to {self._url} failed: {self._failure}; training continues, next try after {pause:.0f} s"
                 )
                 self._ends.wait(pause)
                 pause = min(2 * pause, _MAX_PAUSE_SECONDS)

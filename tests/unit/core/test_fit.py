@@ -131,7 +131,7 @@ def test_a_logger_that_fails_ends_neither_training_nor_saving(data, capfd):
         output = wrap.output_dir
     assert CheckpointStore("saved").iterations() == [2, 4]
     assert [line["iteration"] for line in records(str(output))] == [1, 2, 3, 4]
-    assert capfd.readouterr().err.count("FullDisk fails: No space left on device; training goes on") == 1
+    assert capfd.readouterr().err.count("FullDisk fails: No space left on device; training continues") == 1
 
 
 @pytest.mark.parametrize(("answer", "until"), [(False, 3), (None, 4), pytest.param(0, 4, marks=pytest.mark.matrix)])

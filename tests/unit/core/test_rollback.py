@@ -1,4 +1,4 @@
-"""`on_bad_step: rollback` on one process: what is recorded, and when the run ends in spite of it."""
+"""`on_bad_step: rollback` on one process: what is recorded, and when the run ends despite it."""
 
 from __future__ import annotations
 

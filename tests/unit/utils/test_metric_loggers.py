@@ -198,7 +198,7 @@ def test_user_loggers_work_together_with_built_in_ones(tmp_path, monkeypatch, me
     assert user.seen == [(1, {"bad/loss": 1.0})]
     loggers.close()
     loggers.close()
-    assert ["UserLogger fails: cannot close; training goes on" in message for message in messages] == [True]
+    assert ["UserLogger fails: cannot close; training continues" in message for message in messages] == [True]
     assert user.closed == 1
     assert shipped._file is None
     assert read(tmp_path / "metrics.jsonl") == [{"iteration": 1, "loss": 1.0}]
@@ -224,7 +224,7 @@ def test_a_full_disk_is_one_warning_and_later_steps_are_whole_lines(tmp_path, mo
     loggers.close()
     assert [line["iteration"] for line in read(tmp_path / "metrics.jsonl")] == [1, 4]
     assert len(messages) == 1
-    assert f"JsonLinesLogger ({tmp_path / 'metrics.jsonl'}) fails: File too large; training goes on" in messages[0]
+    assert f"JsonLinesLogger ({tmp_path / 'metrics.jsonl'}) fails: File too large; training continues" in messages[0]
 
 
 def test_unknown_loggers_and_options_are_refused(tmp_path, monkeypatch):

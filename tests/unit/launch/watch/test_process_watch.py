@@ -101,7 +101,7 @@ def test_a_step_without_progress_counts_beyond_the_limit_and_the_longest_pause()
         assert stall.update(states(5, "save", 6, 1), 1) is None
         assert stall.update(states(5, "", 6, 1), 1) is None
     assert [stall.update(states(6, "optimizer", 7, 2), 1) for _ in range(7)] == [None] * 5 + [5, None]
-    assert stall.update(states(6, "optimizer", 8, 2), 1) is None  # it goes on after all, after one more second
+    assert stall.update(states(6, "optimizer", 8, 2), 1) is None  # it continues after all, one second later
     assert stall.update(states(7, "optimizer", 9, 3), 3) is None
     assert [stall.update(states(7, "optimizer", 9, 3), 4) for _ in range(3)] == [None, None, 12]  # ten times one second
     data = [*states(8, "optimizer", 10), *states(8, "data", 4)]
