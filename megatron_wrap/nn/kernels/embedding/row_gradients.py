@@ -63,8 +63,8 @@ def _embedding_part_kernel(
             target = total + row.to(tl.int64) * columns + column
             tl.store(target, tl.load(target, mask=inside, other=0.0) + result, mask=inside)
         else:
-            place = 2 * index + (begin % part != 0).to(tl.int32)
-            tl.store(sums + place.to(tl.int64) * columns + column, result, mask=inside)
+            slot = 2 * index + (begin % part != 0).to(tl.int32)
+            tl.store(sums + slot.to(tl.int64) * columns + column, result, mask=inside)
 
 
 @triton.jit
@@ -89,8 +89,8 @@ def _embedding_border_kernel(
     if (row >= 0) & (row < num_rows) & begins_here & (tl.load(rows + end - 1) == row):
         column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
         inside = column < columns
-        place = 2 * index + (first != row).to(tl.int32)
-        result = tl.load(sums + place.to(tl.int64) * columns + column, mask=inside, other=0.0)
+        slot = 2 * index + (first != row).to(tl.int32)
+        result = tl.load(sums + slot.to(tl.int64) * columns + column, mask=inside, other=0.0)
         start = index + 1
         while tl.load(rows + start * part, mask=start < parts, other=-1) == row:
             number = start + tl.arange(0, block_sums)
