@@ -308,7 +308,7 @@ class _GradientsOfOthers:
         self._add_arrived()
         rows = self._ring.rows
         for total, part in zip(gradients, self._sums, strict=True):
-            rows.tokens_first(total)[: part.shape[0]] += part
+            rows.tokens_first(total)[: part.shape[0]].add_(part)
         return gradients[0], gradients[1]
 
     def _add_arrived(self) -> None:
@@ -316,7 +316,7 @@ class _GradientsOfOthers:
             return
         arrived = self._finish()
         for total, part in zip(self._sums, arrived, strict=False):
-            total[: part.shape[0]] += part
+            total[: part.shape[0]].add_(part)
         self._sums = self._sums or arrived
 
 
