@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_wrap.errors import LayoutError
 from megatron_wrap.nn.attention_backend import kernel_with_logsumexp, packed_kernel_with_logsumexp
 from megatron_wrap.nn.kernels.attention.attention_sinks import has_flash_kernel
-from megatron_wrap.nn.kernels.attention.flash_attention import FlashKernel, flash_attention, merge_
+from megatron_wrap.nn.kernels.attention.flash_attention import FlashKernel, add_, flash_attention, merge_
 from megatron_wrap.parallel.collectives import start_ring_transfer
 
 if TYPE_CHECKING:
@@ -224,10 +224,19 @@ class _Ring(NamedTuple):
                 of_all = _added(of_all, of_queries, dtype)
             of_others.exchange(step, of_block)
         of_queries, *of_own = self._backward_of(self._part(0), all_rows, key, value)
+        sums = of_others.sums(of_own)
+        if of_second is None:
+            assert of_all is not None
+            add_([*sums, self._in_memory(of_all, of_queries)])
+            return of_all.to(query.dtype), of_own[0], of_own[1]
         of_query = _added(of_all, of_queries, dtype)
-        if of_second is not None:
-            self.rows.write_back(of_query, -3, self.rows.second(of_query, -3).add_(of_second))
-        return of_query.to(query.dtype), *of_others.added_to(of_own)
+        second = self.rows.second(of_query, -3)
+        add_([*sums, self._in_memory(second, of_second)])
+        self.rows.write_back(of_query, -3, second)
+        return of_query.to(query.dtype), of_own[0], of_own[1]
+
+    def _in_memory(self, total: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rows.tokens_first(total), self.rows.tokens_first(part)
 
     def part_of(self, rank: int, step: int, tensor: Tensor) -> Tensor:
         """Of keys, values or their gradients: what a rank takes of the block of its step, the memory's order first."""
@@ -303,21 +312,22 @@ class _GradientsOfOthers:
             elements=sum(tensor.numel() for tensor in self._like),
         )
 
-    def added_to(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The sums with those of a rank's own, in place."""
+    def sums(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """For `add_`: those of a rank's own and what is added to them."""
         self._add_arrived()
         rows = self._ring.rows
-        for total, part in zip(gradients, self._sums, strict=True):
-            rows.tokens_first(total)[: part.shape[0]].add_(part)
-        return gradients[0], gradients[1]
+        return [
+            (rows.tokens_first(total)[: part.shape[0]], part) for total, part in zip(gradients, self._sums, strict=True)
+        ]
 
     def _add_arrived(self) -> None:
         if self._finish is None:
             return
         arrived = self._finish()
-        for total, part in zip(self._sums, arrived, strict=False):
-            total[: part.shape[0]].add_(part)
-        self._sums = self._sums or arrived
+        if self._sums:
+            add_([(total[: part.shape[0]], part) for total, part in zip(self._sums, arrived, strict=True)])
+        else:
+            self._sums = arrived
 
 
 def _added(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 from megatron_wrap.engine.state.kernel_adam import KernelAdam
 from megatron_wrap.nn.attention import attend
-from megatron_wrap.nn.kernels.attention.flash_attention import StoredScores, merge_
+from megatron_wrap.nn.kernels.attention.flash_attention import StoredScores, add_, merge_
 from megatron_wrap.nn.kernels.embedding.row_gradients import add_row_gradients
 from megatron_wrap.nn.kernels.rms_norm import rms_norm
 from megatron_wrap.nn.kernels.rotary import apply_rotary, split_rotary
@@ -246,6 +246,18 @@ def test_attention_to_parts_of_the_keys_is_merged(packed, dtype, tolerance):
     assert torch.equal(output[:, :50].cpu(), parts[0][0][:, :50].to(dtype))
     assert error(output[:, 50:], expected[:, 50:]) < tolerance
     assert error(total[..., 50:], expected_total[..., 50:]) < 2e-6
+
+
+@pytest.mark.parametrize("shapes", [[(5000,)], [(3, 7), (4096, 2)], [(4096,), (10001,), (33,)], [(5,)] * 7])
+def test_sums_in_one_kernel_are_those_of_torch(shapes):
+    torch.manual_seed(3)
+    for dtype in (torch.float32, torch.bfloat16):
+        sums = [(torch.randn(shape).cuda(), torch.randn(shape).to(dtype).cuda()) for shape in shapes]
+        sums += [(total.clone().to(dtype), part) for total, part in sums]
+        expected = [total + part.to(total.dtype) for total, part in sums]
+        add_(sums)
+        for (total, _), value in zip(sums, expected, strict=True):
+            assert torch.equal(total, value)
 
 
 @pytest.mark.parametrize(

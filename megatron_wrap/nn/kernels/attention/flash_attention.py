@@ -8,6 +8,7 @@ it returns the gradients of this call's part: `attention_sinks.py` adds a score,
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -269,6 +270,21 @@ def merge_(output: Tensor, total: Tensor, block: Tensor, block_total: Tensor) ->
     else:
         output.copy_(output.to(total.dtype).lerp_(block.to(total.dtype), share))
     torch.logaddexp(total, block_total, out=total)
+
+
+def add_(sums: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add the second tensor of each pair to the first one, in place; their memory does not overlap."""
+    fits = all(
+        tensor.is_cuda and tensor.is_contiguous() and tensor.dtype != torch.float64 for pair in sums for tensor in pair
+    )
+    if fits and has_triton():
+        from megatron_wrap.nn.kernels.attention.merge import MAX_SUMS, add_parts_
+
+        for start in range(0, len(sums), MAX_SUMS):
+            add_parts_(sums[start : start + MAX_SUMS])
+        return
+    for total, part in sums:
+        total.add_(part)
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:
