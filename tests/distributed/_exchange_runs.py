@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,16 +18,60 @@ from megatron_wrap.parallel.zigzag import packed_positions
 KEY = "megatron_lm.model.parallel.cp_comm_type"
 
 
+class ShortLivedMemory:
+    """`PeerMemory` for processes without GPUs: what has arrived is nan as soon as it is no longer valid."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self.regions = group.rank(), group.size(), {}
+        self.exchanges = 0
+
+    def exchange(
+        self, purpose: str, shape: tuple[int], dtype: torch.dtype, *, sources: list[int], targets: list[int]
+    ) -> _Exchange:
+        region = self.regions.setdefault(purpose, torch.empty(self.size, *shape, dtype=dtype))
+        region[sources[0]] = torch.nan
+        self.exchanges += 1
+        return _Exchange(region, sources[0], targets[0])
+
+
+class _Exchange:
+    def __init__(self, region: Tensor, source: int, target: int) -> None:
+        self.region, self.source, self.target = region, source, target
+
+    def send(self, target: int, *tensors: Tensor, produced: bool) -> None:
+        assert target == self.target
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        self.sent = torch.full_like(self.region[0], torch.nan)
+        joined = torch.cat([tensor.flatten() for tensor in tensors])
+        self.sent[: len(joined)] = joined
+        self.received = torch.empty_like(self.sent)
+        self.transfers = [dist.isend(self.sent, target), dist.irecv(self.received, self.source)]
+
+    def finish(self) -> Tensor:
+        for transfer in self.transfers:
+            transfer.wait()
+        self.region[self.source] = self.received
+        return self.region
+
+
 def ring_and_softmax(
-    lengths: Sequence[int], rows: int, dtype: torch.dtype, causal: bool, value_width: int, with_sinks: bool
+    lengths: Sequence[int],
+    rows: int,
+    dtype: torch.dtype,
+    causal: bool,
+    value_width: int,
+    with_sinks: bool,
+    short_lived: bool = False,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Output and gradients of the ring of all ranks, and of a softmax in float64 over scores of 6 heads in 2 groups.
 
     Args:
         lengths: of the sequences in a packed row; one: unpacked, in each of `rows`.
+        short_lived: what arrives is overwritten as with `PeerMemory`, also by another layer between both passes.
     """
     from megatron_wrap.nn.packed_sequences import PackedSequences
     from megatron_wrap.nn.ring_attention import attend_in_ring
+    from megatron_wrap.parallel import collectives
 
     group, scale = dist.group.WORLD, 0.4
     generator, tokens = torch.Generator().manual_seed(5), sum(lengths)
@@ -40,8 +86,16 @@ def ring_and_softmax(
     own_sinks = None if sinks is None else sinks.clone().requires_grad_()
     packed = PackedSequences.of(lengths, group.size(), group.rank()) if len(lengths) > 1 else None
     inputs = [local[name] for name in ("query", "key", "value")]
-    ours = attend_in_ring(*inputs, group, causal=causal, scale=scale, sinks=own_sinks, packed=packed)
-    (ours * local["weight"]).sum().backward()
+    memory = ShortLivedMemory(group)
+    peers = mock.patch.object(collectives, "peer_memory", return_value=memory)
+    with peers if short_lived else contextlib.nullcontext():
+        ours = attend_in_ring(*inputs, group, causal=causal, scale=scale, sinks=own_sinks, packed=packed)
+        if short_lived:
+            with torch.no_grad():
+                attend_in_ring(*inputs, group, causal=causal, scale=2 * scale, packed=packed)
+        (ours * local["weight"]).sum().backward()
+    # keys in both forward passes and again in the backward pass but for the last ones, and gradients
+    assert memory.exchanges == (4 * group.size() - 5 if short_lived else 0)
 
     wide = {name: tensor.double().requires_grad_() for name, tensor in whole.items()}
     wide_sinks = None if sinks is None else sinks.double().requires_grad_()

@@ -75,13 +75,15 @@ def test_gradients_with_gathered_keys_are_those_of_one_rank(ranks):
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_ring_has_the_output_and_gradients_of_a_softmax(processes, ranks):
-    """Of two rows, and of a packed row, in which some sequences have one token in each chunk."""
+    """Of two rows, and of a packed row, in which some sequences have one token in each chunk. In fp32 what arrives is
+    overwritten when it may be in the memory of GPUs."""
     unit = 2 * processes
     whole, packed = (5 * unit,), (3 * unit, unit, 4 * unit, unit)
     for lengths, rows in ((whole, 2), (packed, 1)):
         for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
             for causal, value_width, with_sinks in ((True, 8, True), (True, 5, False), (False, 8, False)):
-                arguments = (lengths, rows, dtype, causal, value_width, with_sinks)
+                short_lived = dtype == torch.float32 and value_width == 8
+                arguments = (lengths, rows, dtype, causal, value_width, with_sinks, short_lived)
                 for results in ranks(processes).run(runs.ring_and_softmax, *arguments):
                     for name, (ours, expected) in results.items():
                         error = float((ours.double() - expected).norm() / expected.norm())
