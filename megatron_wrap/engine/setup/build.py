@@ -19,6 +19,7 @@ from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.defaults import FP8_GATHER_FROM
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import token_multiple
+from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.data.indexed.windows import open_indexed
 from megatron_wrap.data.order.sample_sets import first_training_samples
@@ -74,7 +75,7 @@ def build_training_state(
         from_hugging_face: False ignores hf_path and adapter.path, for a caller that loads a checkpoint.
         training: False builds only the model, without gradient buffers and optimizer.
     """
-    seed_everything(config.train.seed, platform, parallel, derived.captures_graphs(config.arch))
+    seed_everything(config.train.seed, platform, parallel, config.arch)
     vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     flow = build_flow(config, tokenizer, vocab_size, parallel)
     prepare_sample = sample_preparation(flow, config) if training else flow.prepare_sample
@@ -194,12 +195,13 @@ def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int
     return model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
 
 
-def seed_everything(seed: int, platform: Platform, parallel: ParallelState, in_graphs: bool = False) -> None:
+def seed_everything(seed: int, platform: Platform, parallel: ParallelState, arch: ArchConfig | None = None) -> None:
     """Seed Python, numpy, torch and Megatron-Core's tensor-parallel generators, each pipeline stage differently, as in
     Megatron-LM (megatron/training/initialize.py).
 
     Args:
-        in_graphs: CUDA graphs draw from Megatron-Core's generators, which must be of another kind then.
+        arch: of the model that is built next. CUDA graphs of its layers draw from Megatron-Core's generators, which are
+            of another kind then: Transformer Engine's attention accepts its own kind alone.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -207,8 +209,11 @@ def seed_everything(seed: int, platform: Platform, parallel: ParallelState, in_g
     random.seed(stage_seed)
     numpy.random.seed(stage_seed)
     platform.seed(stage_seed)
-    kind = {"use_cudagraphable_rng": True, "force_reset_rng": True} if in_graphs else {}
-    model_parallel_cuda_manual_seed(stage_seed, **kind)
+    if arch is None or not derived.captures_graphs(arch):
+        model_parallel_cuda_manual_seed(stage_seed)
+    else:
+        kind = "te_rng_tracker" if arch.transformer_impl == "transformer_engine" else "use_cudagraphable_rng"
+        model_parallel_cuda_manual_seed(stage_seed, **{kind: True}, force_reset_rng=True)
 
 
 @contextlib.contextmanager
