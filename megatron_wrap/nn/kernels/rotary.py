@@ -218,7 +218,10 @@ def _cos_sin(angles: Tensor, interleaved: bool, factor: float = 1.0) -> tuple[Te
     if angles not in _TABLES:
         flat = angles.detach().reshape(angles.shape[0], angles.shape[-1]).float()
         of_pairs = flat[:, ::2] if interleaved else flat[:, : flat.shape[1] // 2]
-        _TABLES[angles] = ((of_pairs.cos() * factor).contiguous(), (of_pairs.sin() * factor).contiguous())
+        cos, sin = of_pairs.cos(), of_pairs.sin()
+        if factor != 1.0:  # in CUDA graphs each layer computes its tables
+            cos, sin = cos * factor, sin * factor
+        _TABLES[angles] = cos.contiguous(), sin.contiguous()
     return _TABLES[angles]
 
 
