@@ -3,19 +3,25 @@ models or between its versions. Import this module only after the platform is in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
+from megatron_wrap.nn.kernels.available import latent_rotary_kernel
 from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
 
 
 class LatentAttention(MLASelfAttention):
     """Uses the modules of the layer spec in all Megatron-Core versions. 0.19 would insert a norm before the query
     projection if queries have no latent vector (transformer/mla_qk_norm_config.py), unlike all published models.
+
+    On a GPU with Triton, one kernel writes queries, keys and values, in training and in passes without a cache; else
+    Megatron-Core splits, rotates and concatenates them.
 
     Args:
         latent_norm_epsilon: of the norms of latent vectors; None: the config's `layernorm_epsilon`.
@@ -41,14 +47,50 @@ class LatentAttention(MLASelfAttention):
         key_value_states: Tensor | None = None,
         position_ids: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
-        *arguments: Any,
+        inference_context: Any = None,
         **named: Any,
     ) -> Any:
-        """Query, key and value [s, b, heads, d] also for a packed row, which Megatron-Core would make [t, heads, d]."""
+        """Query, key and value [s, b, heads, d] also for a packed row, which Megatron-Core would make [t, heads, d],
+        then the latent vectors."""
         with rotary_by_position(self.rotary_pos_emb, packed_seq_params):
+            kernel = self._kernel(hidden_states)
+            if kernel is not None and inference_context is None and not named.get("inference_params"):
+                length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, None)
+                embedding = self.rotary_pos_emb(length, packed_seq=False)
+                angles, *factor = embedding if isinstance(embedding, tuple) else (embedding,)  # YaRN has a factor
+                if angles.shape[1] == 1:  # generation gives each row of a batch its own
+                    return self._fused(hidden_states, kernel, angles, *factor)
             return super().get_query_key_value_tensors(
-                hidden_states, key_value_states, position_ids, None, *arguments, **named
+                hidden_states, key_value_states, position_ids, None, inference_context, **named
             )
+
+    def _kernel(self, hidden_states: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+        """`kernels.attention.latent_rotary` where it computes what Megatron-Core does."""
+        config = self.config
+        differs = config.rotary_interleaved or config.rotary_percent != 1.0 or config.apply_rope_fusion
+        return None if differs or self.recompute_up_proj else latent_rotary_kernel(hidden_states)
+
+    def _fused(
+        self, hidden_states: Tensor, kernel: Callable[..., Any], angles: Tensor, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """As `get_query_key_value_tensors`. The down-projections are replicated over tensor-parallel ranks."""
+        config, heads = self.config, self.num_attention_heads_per_partition
+        if config.q_lora_rank is None:
+            query_latent, to_query = hidden_states, self.linear_q_proj
+        else:
+            query_latent, to_query = self.linear_q_down_proj(hidden_states)[0], self.linear_q_up_proj
+        sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        latent, shared = self.linear_kv_down_proj(hidden_states)[0].split(sizes, dim=-1)
+        if config.sequence_parallel and self.pg_collection.tp.size() > 1:
+            shared = gather_from_sequence_parallel_region(shared, group=self.pg_collection.tp)
+        if config.q_lora_rank is not None:
+            query_latent = self.q_layernorm(query_latent)
+        latent = self.kv_layernorm(latent)
+        query, mixed = (
+            projection(x)[0].unflatten(-1, (heads, -1))
+            for projection, x in ((to_query, query_latent), (self.linear_kv_up_proj, latent))
+        )
+        return *kernel(query, mixed, shared, angles, config.v_head_dim, factor), query_latent, latent
 
 
 class LocalLatentAttention(LatentAttention):

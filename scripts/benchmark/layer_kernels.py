@@ -1,7 +1,7 @@
 """Kernels of one GPU compared with their alternatives; prints a RESULT line for each, in milliseconds.
 
-    python3 scripts/benchmark/layer_kernels.py [swiglu rotary norm liger weight-gradient embedding adam
-        attention attention-shapes]
+    python3 scripts/benchmark/layer_kernels.py [swiglu rotary latent-rotary norm liger weight-gradient embedding
+        adam attention attention-shapes]
 
 Times are medians of device events over fresh buffers; the bandwidth counts each input and output once.
 """
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_wrap.nn.kernels import rms_norm, rotary
+from megatron_wrap.nn.kernels.attention.latent_rotary import latent_rotary
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
 
 DEVICE = torch.device("cuda")
@@ -102,6 +103,40 @@ def measure_rotary() -> None:
 
     both_passes("split and rotary, and a concatenation", "megatron", split_then_rotate, mixed, gb=gb)
     both_passes("split and rotary, and a concatenation", "triton", in_one, mixed, gb=gb)
+
+
+def measure_latent_rotary() -> None:
+    """Queries, keys and values of latent attention with DeepSeek-V3's head sizes and 32 heads, from the projections."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    angles = torch.outer(torch.arange(4096.0), 1.0 / 10000 ** (torch.arange(0, 64, 2) / 64)).to(DEVICE)
+    angles = torch.cat((angles, angles), dim=-1)[:, None, None]
+    inputs = random(4096, 4, 32, 192), random(4096, 4, 32, 256), random(4096, 4, 64)
+    grads = tuple(torch.randn(4096, 4, 32, width, dtype=torch.bfloat16, device=DEVICE) for width in (192, 192, 128))
+
+    def plain(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1)  # as Megatron-Core for latent attention
+        return rope_utils._apply_rotary_pos_emb_bshd(tensor, angles)
+
+    def megatron(query: torch.Tensor, mixed: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, to_rotate = query.split((128, 64), dim=-1)
+        of_key, value = mixed.split((128, 128), dim=-1)
+        of_all = plain(shared[:, :, None]).expand(-1, -1, 32, -1)
+        whole = torch.cat((query, plain(to_rotate)), dim=-1), torch.cat((of_key, of_all), dim=-1)
+        return *whole, value.contiguous()
+
+    def in_one(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return latent_rotary(*tensors, angles, 128)
+
+    # the queries' rotary parts, 64 of their 192 entries, and of keys and values the projection and the result
+    gb = 2 * 2 * (TOKENS * 32 * (2 * 64 + 256 + 192 + 128) + TOKENS * 64) / 1e9
+    for way, function in (("megatron", megatron), ("triton", in_one)):
+
+        def train(function: Callable[..., Any] = function) -> None:
+            torch.autograd.grad(function(*inputs), inputs, grads)
+
+        result("latent rotary", f"{way}, forward", median_ms(lambda function=function: function(*inputs)))
+        result("latent rotary", f"{way}, both", median_ms(train), gb)
 
 
 def measure_norm() -> None:
@@ -331,6 +366,7 @@ def measure_attention_shapes() -> None:
 PARTS = {
     "swiglu": measure_swiglu,
     "rotary": measure_rotary,
+    "latent-rotary": measure_latent_rotary,
     "norm": measure_norm,
     "liger": measure_liger,
     "weight-gradient": measure_weight_gradient,

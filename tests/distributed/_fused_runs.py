@@ -6,8 +6,10 @@ import sys
 import types
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import _dpo_runs as runs
+import torch
 from _started import started
 from torch import Tensor
 
@@ -24,6 +26,40 @@ def split_rotary(
         _apply_rotary_pos_emb_bshd(part, angles, rotary_interleaved=interleaved, mscale=factor) for part in (query, key)
     ]
     return (*rotated, value)
+
+
+def latent_rotary(
+    query: Tensor, mixed: Tensor, shared: Tensor, angles: Tensor, value_width: int, factor: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result of `megatron_wrap.nn.kernels.attention.latent_rotary`, by Megatron-Core's unfused rotation."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    def rotated(tensor: Tensor) -> Tensor:
+        by_halves = tensor.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return _apply_rotary_pos_emb_bshd(by_halves, angles[: len(tensor)], mscale=factor)
+
+    width = angles.shape[-1]
+    of_key, value = mixed.split((mixed.shape[-1] - value_width, value_width), dim=-1)
+    rotary_key = rotated(shared[:, :, None]).expand(*mixed.shape[:3], width)
+    result = torch.cat((query[..., :-width], rotated(query[..., -width:])), dim=-1)
+    query.detach().fill_(float("nan"))  # the kernel overwrites it
+    return result, torch.cat((of_key, rotary_key), dim=-1), value
+
+
+def train_with_latent_attention(
+    overrides: Sequence[str], samples: Sequence[Any], fused: bool
+) -> tuple[list[tuple[float, float]], list[list[int]], int]:
+    """As `train_and_generate`, with the number of calls of the kernel."""
+    from megatron_wrap.nn import latent_attention
+
+    kernel = mock.Mock(side_effect=latent_rotary)
+    chosen = kernel if fused else None
+    substitute = mock.patch.object(latent_attention, "latent_rotary_kernel", return_value=chosen)
+    with started(runs.CONFIG, [*overrides]) as wrap, substitute:
+        steps = [wrap.train(samples) for _ in range(2)]
+        completions = wrap.generate([[5, 6, 7], [8, 9]], max_new_tokens=4)
+    values = [(step["loss"], step["grad_norm"]) for step in steps]
+    return values, [completion["token_ids"] for completion in completions], kernel.call_count
 
 
 def train_and_generate(

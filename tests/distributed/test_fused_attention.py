@@ -1,15 +1,29 @@
-"""The self-attention that GPUs use, which splits and rotates in one operation, compared with Megatron-Core's."""
+"""The attention that GPUs use, which splits and rotates in one operation, compared with Megatron-Core's."""
 
 from __future__ import annotations
 
 import _fused_runs as runs
 import numpy
 import pytest
-from _checkpoint_runs import CP2, PP2, TP2
+from _checkpoint_runs import CP2, MLA, PP2, TP2
 from _covering import quick
 
 PACKED = ("megatron_wrap.flow.packing=true",)
 LAYOUTS = {"one-rank": (1, ()), "packed": (1, PACKED), "tp2": (2, TP2), "cp2": (2, CP2), "pp2": (2, PP2)}
+ARCH = "megatron_lm.model.arch"
+YARN = tuple(f"{ARCH}.{text}" for text in ("rope_type=yarn", "rotary_scaling_factor=4.0", "mscale=0.7"))
+NO_QUERY_LATENT = (*MLA, f"{ARCH}.q_lora_rank=null")
+RECOMPUTE = "megatron_lm.train.recompute"
+RECOMPUTED = (
+    *(f"{RECOMPUTE}.recompute_granularity=full", f"{RECOMPUTE}.recompute_method=uniform"),
+    f"{RECOMPUTE}.recompute_num_layers=1",
+)
+LATENT = {
+    "one-rank": (1, (*MLA, *YARN, *RECOMPUTED)),
+    "packed": (1, (*NO_QUERY_LATENT, *PACKED)),
+    "tp2": (2, (*MLA, *TP2)),
+    "packed-cp2": (2, (*MLA, *YARN, *CP2, *PACKED)),
+}
 INTERLEAVED = ("megatron_lm.model.arch.rotary_interleaved=true", "megatron_lm.model.arch.rotary_percent=0.5")
 
 
@@ -30,3 +44,14 @@ def test_training_and_generation_are_those_of_megatron_core(ranks, name):
     assert changed > 0
     assert numpy.array(result) == pytest.approx(numpy.array(steps), rel=1e-6)
     assert own_losses == completions
+
+
+@pytest.mark.parametrize("name", quick(LATENT, ("one-rank", "tp2")))
+def test_latent_attention_in_one_kernel_is_that_of_megatron_core(ranks, name):
+    processes, overrides = LATENT[name]
+    pool = ranks(processes)
+    steps, completions, unused = pool.run(runs.train_with_latent_attention, overrides, samples(), False)[0]
+    result, own_completions, calls = pool.run(runs.train_with_latent_attention, overrides, samples(), True)[0]
+    assert unused == 0 < calls
+    assert numpy.array(result) == pytest.approx(numpy.array(steps), rel=1e-6)
+    assert own_completions == completions

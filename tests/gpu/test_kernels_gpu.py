@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 from megatron_wrap.engine.state.kernel_adam import KernelAdam
 from megatron_wrap.nn.attention import attend
 from megatron_wrap.nn.kernels.attention.flash_attention import StoredScores, add_, merge_
+from megatron_wrap.nn.kernels.attention.latent_rotary import latent_rotary
 from megatron_wrap.nn.kernels.embedding.row_gradients import add_row_gradients
 from megatron_wrap.nn.kernels.rms_norm import rms_norm
 from megatron_wrap.nn.kernels.rotary import apply_rotary, split_rotary
@@ -111,6 +112,36 @@ def test_split_rotary(groups, queries, width, rotated_width, interleaved, dtype,
         lambda x: split_rotary(x, on_gpu, queries, width, interleaved),
         reference,
         [torch.randn(19, 2, groups, (queries + 2) * width)],
+        dtype,
+        tolerance,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "plain", "rotated_width", "value_width"), [(3, 16, 8, 12), (20, 128, 64, 128), (32, 24, 6, 40)]
+)
+def test_latent_rotary(heads, plain, rotated_width, value_width, dtype, tolerance):
+    tokens, batch, latent_width, factor = 700, 2, 24, 1.25
+    on_gpu = angles_of(tokens + 5, rotated_width, interleaved=False).cuda()
+    of_pairs = angles_of(tokens, rotated_width, interleaved=True)
+
+    def by_halves(tensor):
+        pairs = factor * rotated(tensor, of_pairs, interleaved=True)
+        return pairs.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+    def reference(query, mixed, shared):
+        of_query, to_rotate = query.split((plain, rotated_width), dim=-1)
+        of_key, value = mixed.split((plain, value_width), dim=-1)
+        of_all = by_halves(shared[..., None, latent_width:]).expand(-1, -1, heads, -1)
+        return torch.cat((of_query, by_halves(to_rotate)), dim=-1), torch.cat((of_key, of_all), dim=-1), value
+
+    torch.manual_seed(heads)
+    widths = [(heads, plain + rotated_width), (heads, plain + value_width), (latent_width + rotated_width,)]
+    compare(
+        lambda q, kv, shared: latent_rotary(q, kv, shared[..., latent_width:], on_gpu, value_width, factor),
+        reference,
+        [torch.randn(tokens, batch, *width) for width in widths],
         dtype,
         tolerance,
     )

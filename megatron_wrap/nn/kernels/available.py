@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,6 +42,15 @@ def can_normalize(x: Tensor) -> bool:
 def can_convolve(rows: Tensor) -> bool:
     """Whether `short_convolution.convolved_heads` supports these rows on this machine."""
     return rows.is_cuda and rows.dtype != torch.float64 and rows.numel() > 0 and has_triton()
+
+
+def latent_rotary_kernel(x: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """`attention.latent_rotary.latent_rotary`, if it supports tensors of this dtype and device on this machine."""
+    if not x.is_cuda or x.dtype == torch.float64 or x.numel() == 0 or not has_triton():
+        return None
+    from megatron_wrap.nn.kernels.attention.latent_rotary import latent_rotary
+
+    return latent_rotary
 
 
 @functools.cache

@@ -212,7 +212,7 @@ def _launch_split(
 _TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _cos_sin(angles: Tensor, interleaved: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+def cos_sin(angles: Tensor, interleaved: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """fp32 [S, R / 2] each, of the angles of the pairs, times the factor; computed once for a tensor of angles, which
     the layers of a model share."""
     if angles not in _TABLES:
@@ -255,7 +255,7 @@ def apply_rotary(tensor: Tensor, angles: Tensor, interleaved: bool = False) -> T
     Returns:
         [S, B, heads, D] in the dtype of `tensor`; sines and cosines are fp32.
     """
-    return _Rotary.apply(tensor, *_cos_sin(angles, interleaved), interleaved)
+    return _Rotary.apply(tensor, *cos_sin(angles, interleaved), interleaved)
 
 
 class _SplitRotary(torch.autograd.Function):
@@ -298,4 +298,4 @@ def split_rotary(
     Returns:
         [S, B, groups * queries, width], [S, B, groups, width] and [S, B, groups, width], each contiguous.
     """
-    return _SplitRotary.apply(mixed, *_cos_sin(angles, interleaved, factor), queries, width, interleaved)
+    return _SplitRotary.apply(mixed, *cos_sin(angles, interleaved, factor), queries, width, interleaved)
