@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import CheckpointWithoutOutput, gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
@@ -68,7 +68,7 @@ class LatentAttention(MLASelfAttention):
         """`kernels.attention.latent_rotary` where it computes what Megatron-Core does."""
         config = self.config
         differs = config.rotary_interleaved or config.rotary_percent != 1.0 or config.apply_rope_fusion
-        return None if differs or self.recompute_up_proj else latent_rotary_kernel(hidden_states)
+        return None if differs else latent_rotary_kernel(hidden_states)
 
     def _fused(
         self, hidden_states: Tensor, kernel: Callable[..., Any], angles: Tensor, factor: float = 1.0
@@ -86,11 +86,17 @@ class LatentAttention(MLASelfAttention):
         if config.q_lora_rank is not None:
             query_latent = self.q_layernorm(query_latent)
         latent = self.kv_layernorm(latent)
-        query, mixed = (
-            projection(x)[0].unflatten(-1, (heads, -1))
-            for projection, x in ((to_query, query_latent), (self.linear_kv_up_proj, latent))
-        )
-        return *kernel(query, mixed, shared, angles, config.v_head_dim, factor), query_latent, latent
+
+        def project(query_latent: Tensor, latent: Tensor, shared: Tensor, angles: Tensor) -> Any:
+            query = to_query(query_latent)[0].unflatten(-1, (heads, -1))
+            mixed = self.linear_kv_up_proj(latent)[0].unflatten(-1, (heads, -1))
+            return kernel(query, mixed, shared, angles, config.v_head_dim, factor)
+
+        inputs = query_latent, latent, shared, angles
+        if not self.recompute_up_proj:
+            return *project(*inputs), query_latent, latent
+        self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=config.fp8 or config.fp4)
+        return *self.qkv_up_checkpoint.checkpoint(project, *inputs), query_latent, latent
 
 
 class LocalLatentAttention(LatentAttention):

@@ -18,9 +18,10 @@ RECOMPUTED = (
     *(f"{RECOMPUTE}.recompute_granularity=full", f"{RECOMPUTE}.recompute_method=uniform"),
     f"{RECOMPUTE}.recompute_num_layers=1",
 )
+UP_RECOMPUTED = (f"{RECOMPUTE}.recompute_granularity=selective", f"{RECOMPUTE}.recompute_modules=[mla_up_proj]")
 LATENT = {
     "one-rank": (1, (*MLA, *YARN, *RECOMPUTED)),
-    "packed": (1, (*NO_QUERY_LATENT, *PACKED)),
+    "packed": (1, (*NO_QUERY_LATENT, *PACKED, *UP_RECOMPUTED)),
     "tp2": (2, (*MLA, *TP2)),
     "packed-cp2": (2, (*MLA, *YARN, *CP2, *PACKED)),
 }
@@ -46,7 +47,7 @@ def test_training_and_generation_are_those_of_megatron_core(ranks, name):
     assert own_losses == completions
 
 
-@pytest.mark.parametrize("name", quick(LATENT, ("one-rank", "tp2")))
+@pytest.mark.parametrize("name", quick(LATENT, ("one-rank", "packed", "tp2")))
 def test_latent_attention_in_one_kernel_is_that_of_megatron_core(ranks, name):
     processes, overrides = LATENT[name]
     pool = ranks(processes)
