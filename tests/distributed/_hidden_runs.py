@@ -10,16 +10,17 @@ from unittest import mock
 import torch
 
 CONFIG = Path(__file__).parents[2] / "scripts/benchmark/overhead.yaml"
-SIZES = {"tokens": 12, "rows": 3, "inputs": 12, "outputs": 16}
+SIZES = {"tokens": 12, "rows": 3, "inputs": 12}
 """Global."""
 
 
-def compare_layers(platform: str, dtype: str, accumulates: bool = False) -> dict[str, float]:
+def compare_layers(platform: str, dtype: str, accumulates: bool = False, outputs: int = 16) -> dict[str, float]:
     """Largest differences from Megatron-Core's own layers, relative to the largest value: outputs, gradients of inputs,
     weights and biases, of a column-parallel layer followed by a row-parallel one.
 
     Args:
         accumulates: weight gradients are added to fp32 `main_grad`.
+        outputs: of the first layer, over all ranks.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -40,10 +41,10 @@ def compare_layers(platform: str, dtype: str, accumulates: bool = False) -> dict
         classes: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
         fused = {"_grad_accum_fusion_available": True, "fused_weight_gradient_mlp_cuda": WeightGradients}
         with mock.patch.multiple(layers, create=True, **fused):  # also on CPUs
-            of_theirs = _results(classes, here.device, getattr(torch, dtype), accumulates)
+            of_theirs = _results(classes, here.device, getattr(torch, dtype), accumulates, outputs)
         classes = (GatheringColumnParallelLinear, ScatteringRowParallelLinear)
         with mock.patch.multiple(layers, create=True, **fused):
-            of_ours = _results(classes, here.device, getattr(torch, dtype), accumulates)
+            of_ours = _results(classes, here.device, getattr(torch, dtype), accumulates, outputs)
         assert list(of_ours) == list(of_theirs)
         return {
             name: float((of_ours[name] - value).abs().max() / value.abs().max()) for name, value in of_theirs.items()
@@ -79,7 +80,7 @@ def train(implementation: str, overlap: bool, steps: int, platform: str = "cuda"
 
 
 def _results(
-    classes: tuple[Any, Any], device: torch.device, dtype: torch.dtype, accumulates: bool
+    classes: tuple[Any, Any], device: torch.device, dtype: torch.dtype, accumulates: bool, outputs: int
 ) -> dict[str, torch.Tensor]:
     """Name -> value, in fp32, of both passes through the two layers."""
     import torch.distributed as dist
@@ -96,8 +97,8 @@ def _results(
     generator = torch.Generator().manual_seed(5)
     fill = functools.partial(torch.nn.init.normal_, generator=torch.Generator().manual_seed(7 + rank))
     shared = {"config": config, "init_method": lambda weight: weight, "skip_bias_add": False, "bias": True}
-    column = classes[0](SIZES["inputs"], SIZES["outputs"], gather_output=False, **shared)
-    row = classes[1](SIZES["outputs"], SIZES["inputs"], input_is_parallel=True, **shared)
+    column = classes[0](SIZES["inputs"], outputs, gather_output=False, **shared)
+    row = classes[1](outputs, SIZES["inputs"], input_is_parallel=True, **shared)
     parameters = dict(torch.nn.ModuleList([column, row]).to(device).named_parameters())
     for parameter in parameters.values():
         parameter.data.copy_(fill(torch.empty(parameter.shape)))

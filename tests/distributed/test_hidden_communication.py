@@ -14,12 +14,19 @@ EXPERTS = (f"{ARCH}num_experts=4", f"{ARCH}moe_ffn_hidden_size=32", f"{ARCH}moe_
 
 
 @pytest.mark.parametrize(
-    ("processes", "dtype", "accumulates", "limit"),
-    [(2, "float32", False, 1e-6), (2, "float32", True, 1e-6), (2, "bfloat16", False, 1e-2), (4, "float32", True, 1e-6)],
+    ("processes", "dtype", "accumulates", "outputs", "limit"),
+    [
+        (2, "float32", False, 16, 1e-6),
+        (2, "float32", True, 16, 1e-6),
+        (2, "float32", True, 24, 1e-6),
+        (2, "bfloat16", False, 16, 1e-2),
+        (4, "float32", True, 16, 1e-6),
+    ],
 )
-def test_layers_compute_what_those_of_megatron_core_compute(processes, dtype, accumulates, limit, ranks):
-    """With four ranks a share has an odd number of tokens."""
-    for differences in ranks(processes).run(runs.compare_layers, "cpu", dtype, accumulates):
+def test_layers_compute_what_those_of_megatron_core_compute(processes, dtype, accumulates, outputs, limit, ranks):
+    """With four ranks a share has an odd number of tokens; with 24 outputs the shares of the input are multiplied with
+    their gradients at once, with 16 one after the other."""
+    for differences in ranks(processes).run(runs.compare_layers, "cpu", dtype, accumulates, outputs):
         assert max(differences.values()) <= limit, differences
 
 

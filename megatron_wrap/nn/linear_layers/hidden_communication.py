@@ -64,9 +64,22 @@ class _GatheredProduct(torch.autograd.Function):
         share, weight = ctx.saved_tensors
         grad, group = grads[0].contiguous(), ctx.group
         for_share, for_weight = ctx.needs_input_grad[:2]
-        inputs = gathering(share, group) if for_weight else None
+        main_grad = _main_grad(weight, ctx.accumulates) if for_weight else None
+        # each addition reads and writes the fp32 buffer; otherwise the rank's own share is copied
+        in_parts = main_grad is not None and 2 * weight.shape[0] < share[..., 0].numel()
+        inputs = gathering(share, group, includes_self=not in_parts) if for_weight else None
         of_share = start_product_scatter(grad, weight, group) if for_share else None
-        of_weight = None if inputs is None else _weight_gradient(inputs(), grad, weight, ctx.accumulates)
+        if inputs is None:
+            of_weight = None
+        elif main_grad is not None and in_parts:
+            local, *others = rows_of_shares(share.shape[0], group)
+            WeightGradients.add(share, grad[local], main_grad)
+            gathered = inputs()
+            for rows in others:
+                WeightGradients.add(gathered[rows], grad[rows], main_grad)
+            of_weight = placeholder(weight)
+        else:
+            of_weight = _weight_gradient(inputs(), grad, weight, ctx.accumulates)
         return None if of_share is None else of_share(), of_weight, None, None
 
 
