@@ -64,7 +64,7 @@ TORCH = {
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1": kinds.COPIES,
     "_normalizer_kernel": kinds.LOSS,
     "_split_rotary_kernel": kinds.ELEMENTWISE,
-    "_latent_rotary_backward_kernel": kinds.ELEMENTWISE,
+    "_latent_rotary_kernel": kinds.ELEMENTWISE,
     "Memcpy DtoD (Device -> Device)": kinds.COPIES,
     "Memset (Device)": kinds.COPIES,
 }

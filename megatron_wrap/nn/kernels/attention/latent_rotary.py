@@ -28,6 +28,26 @@ def _neighbours(entries, rows: tl.constexpr, pairs: tl.constexpr):
 
 
 @triton.jit
+def _rotate(entries, half, c, s, mask, of_both, block: tl.constexpr, pairs: tl.constexpr):
+    """Rotate [block, 2 * half] in place. The barrier: other threads load the entries that one stores."""
+    pair, both = tl.arange(0, pairs)[None, :], tl.arange(0, 2 * pairs)[None, :]
+    x, y = _neighbours(tl.load(entries + both, mask=of_both, other=0.0), block, pairs)
+    tl.debug_barrier()
+    tl.store(entries + pair, (x * c - y * s).to(entries.dtype.element_ty), mask=mask)
+    tl.store(entries + half + pair, (y * c + x * s).to(entries.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_back(entries, half, c, s, mask, of_both, pairs: tl.constexpr):
+    """The inverse of `_rotate`."""
+    pair, both = tl.arange(0, pairs)[None, :], tl.arange(0, 2 * pairs)[None, :]
+    x = tl.load(entries + pair, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(entries + half + pair, mask=mask, other=0.0).to(tl.float32)
+    tl.debug_barrier()
+    tl.store(entries + both, tl.interleave(x * c + y * s, y * c - x * s).to(entries.dtype.element_ty), mask=of_both)
+
+
+@triton.jit
 def _copy(source, target, width, valid, block: tl.constexpr):
     entry = tl.arange(0, block)[None, :]
     mask = valid & (entry < width)
@@ -43,6 +63,11 @@ def _latent_rotary_kernel(
     cos,
     sin,
     shared,
+    backward: tl.constexpr,
+    pairs: tl.constexpr,
+    plain_block: tl.constexpr,
+    value_block: tl.constexpr,
+    block: tl.constexpr,
     shared_token_stride,
     shared_row_stride,
     batch,
@@ -50,114 +75,65 @@ def _latent_rotary_kernel(
     plain,
     half,
     value_width,
-    pairs: tl.constexpr,
-    plain_block: tl.constexpr,
-    value_block: tl.constexpr,
-    block: tl.constexpr,
 ):
+    """Backward, all tensors are gradients, and the rotation is the other way round."""
     program = tl.program_id(0).to(tl.int64)
     token, row = program // batch, program % batch
     pair, both = tl.arange(0, pairs)[None, :], tl.arange(0, 2 * pairs)[None, :]
     inside, in_both = pair < half, both < 2 * half
     c = tl.load(cos + token * half + pair, mask=inside, other=0.0)
     s = tl.load(sin + token * half + pair, mask=inside, other=0.0)
-    even, odd = _neighbours(
-        tl.load(shared + token * shared_token_stride + row * shared_row_stride + both, mask=in_both, other=0.0),
-        1,
-        pairs,
-    )
-    first = tl.broadcast_to(even * c - odd * s, (block, pairs)).to(key.dtype.element_ty)
-    second = tl.broadcast_to(odd * c + even * s, (block, pairs)).to(key.dtype.element_ty)
+    to_shared = shared + token * shared_token_stride + row * shared_row_stride + both
+    if backward:  # the sums over heads
+        first, second = tl.zeros((block, pairs), tl.float32), tl.zeros((block, pairs), tl.float32)
+    else:
+        even, odd = _neighbours(tl.load(to_shared, mask=in_both, other=0.0), 1, pairs)
+        first = tl.broadcast_to(even * c - odd * s, (block, pairs)).to(key.dtype.element_ty)
+        second = tl.broadcast_to(odd * c + even * s, (block, pairs)).to(key.dtype.element_ty)
     for start in range(0, heads, block):
         head = (start + tl.arange(0, block))[:, None]
         valid, index = head < heads, program * heads + head
         to_query, to_key = query + index * (plain + 2 * half) + plain, key + index * (plain + 2 * half)
         to_mixed, to_value = mixed + index * (plain + value_width), value + index * value_width
         mask, of_both = valid & inside, valid & in_both
-        x, y = _neighbours(tl.load(to_query + both, mask=of_both, other=0.0), block, pairs)
-        tl.debug_barrier()  # queries are overwritten, and other threads load the entries that one stores
-        tl.store(to_query + pair, (x * c - y * s).to(query.dtype.element_ty), mask=mask)
-        tl.store(to_query + half + pair, (y * c + x * s).to(query.dtype.element_ty), mask=mask)
-        tl.store(to_key + plain + pair, first, mask=mask)
-        tl.store(to_key + plain + half + pair, second, mask=mask)
-        _copy(to_mixed, to_key, plain, valid, plain_block)
-        _copy(to_mixed + plain, to_value, value_width, valid, value_block)
-
-
-@triton.jit
-def _latent_rotary_backward_kernel(
-    query,
-    mixed,
-    key,
-    value,
-    cos,
-    sin,
-    shared,
-    shared_token_stride,
-    shared_row_stride,
-    batch,
-    heads,
-    plain,
-    half,
-    value_width,
-    pairs: tl.constexpr,
-    plain_block: tl.constexpr,
-    value_block: tl.constexpr,
-    block: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)
-    token, row = program // batch, program % batch
-    pair, both = tl.arange(0, pairs)[None, :], tl.arange(0, 2 * pairs)[None, :]
-    inside, in_both = pair < half, both < 2 * half
-    c = tl.load(cos + token * half + pair, mask=inside, other=0.0)
-    s = tl.load(sin + token * half + pair, mask=inside, other=0.0)
-    # gradients of the rotated key, which are summed over the heads
-    first, second = tl.zeros((block, pairs), tl.float32), tl.zeros((block, pairs), tl.float32)
-    for start in range(0, heads, block):
-        head = (start + tl.arange(0, block))[:, None]
-        valid, index = head < heads, program * heads + head
-        to_query, to_key = query + index * (plain + 2 * half) + plain, key + index * (plain + 2 * half)
-        to_mixed, to_value = mixed + index * (plain + value_width), value + index * value_width
-        mask, of_both = valid & inside, valid & in_both
-        x = tl.load(to_query + pair, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(to_query + half + pair, mask=mask, other=0.0).to(tl.float32)
-        tl.debug_barrier()
-        rotated = tl.interleave(x * c + y * s, y * c - x * s)
-        tl.store(to_query + both, rotated.to(query.dtype.element_ty), mask=of_both)
-        first += tl.load(to_key + plain + pair, mask=mask, other=0.0).to(tl.float32)
-        second += tl.load(to_key + plain + half + pair, mask=mask, other=0.0).to(tl.float32)
-        _copy(to_key, to_mixed, plain, valid, plain_block)
-        _copy(to_value, to_mixed + plain, value_width, valid, value_block)
-    x, y = tl.sum(first, axis=0, keep_dims=True), tl.sum(second, axis=0, keep_dims=True)
-    target = shared + token * shared_token_stride + row * shared_row_stride + both
-    tl.store(target, tl.interleave(x * c + y * s, y * c - x * s).to(shared.dtype.element_ty), mask=in_both)
+        if backward:
+            _rotate_back(to_query, half, c, s, mask, of_both, pairs)
+            first += tl.load(to_key + plain + pair, mask=mask, other=0.0).to(tl.float32)
+            second += tl.load(to_key + plain + half + pair, mask=mask, other=0.0).to(tl.float32)
+            _copy(to_key, to_mixed, plain, valid, plain_block)
+            _copy(to_value, to_mixed + plain, value_width, valid, value_block)
+        else:
+            _rotate(to_query, half, c, s, mask, of_both, block, pairs)
+            tl.store(to_key + plain + pair, first, mask=mask)
+            tl.store(to_key + plain + half + pair, second, mask=mask)
+            _copy(to_mixed, to_key, plain, valid, plain_block)
+            _copy(to_mixed + plain, to_value, value_width, valid, value_block)
+    if backward:
+        x, y = tl.sum(first, axis=0, keep_dims=True), tl.sum(second, axis=0, keep_dims=True)
+        tl.store(to_shared, tl.interleave(x * c + y * s, y * c - x * s).to(shared.dtype.element_ty), mask=in_both)
 
 
 def _launch(
-    kernel: Any, query: Tensor, mixed: Tensor, key: Tensor, value: Tensor, shared: Tensor, cos: Tensor, sin: Tensor
+    query: Tensor, mixed: Tensor, key: Tensor, value: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, backward: bool
 ) -> None:
     """Of contiguous tensors, and `shared` with a contiguous last dimension."""
     tokens, batch, heads, width = query.shape
     half = cos.shape[1]
     plain, value_width = width - 2 * half, value.shape[-1]
-    kernel[(tokens * batch,)](
-        query,
-        mixed,
-        key,
-        value,
-        cos,
-        sin,
-        shared,
-        *shared.stride()[:2],
-        batch,
-        heads,
-        plain,
-        half,
-        value_width,
+    _latent_rotary_kernel[(tokens * batch,)](
+        *(query, mixed, key, value, cos, sin, shared),
+        backward=backward,
         pairs=triton.next_power_of_2(half),
         plain_block=triton.next_power_of_2(plain),
         value_block=triton.next_power_of_2(value_width),
         block=min(MAX_HEADS, triton.next_power_of_2(heads)),
+        shared_token_stride=shared.stride(0),
+        shared_row_stride=shared.stride(1),
+        batch=batch,
+        heads=heads,
+        plain=plain,
+        half=half,
+        value_width=value_width,
         num_warps=4,
     )
 
@@ -171,7 +147,7 @@ class _LatentRotary(torch.autograd.Function):
         query, mixed = query.contiguous(), mixed.contiguous()
         shared = shared if shared.stride(-1) == 1 else shared.contiguous()
         key, value = torch.empty_like(query), mixed.new_empty(*mixed.shape[:3], value_width)
-        _launch(_latent_rotary_kernel, query, mixed, key, value, shared, cos, sin)
+        _launch(query, mixed, key, value, shared, cos, sin, backward=False)
         return query, key, value
 
     @staticmethod
@@ -182,7 +158,7 @@ class _LatentRotary(torch.autograd.Function):
         (tokens, batch, heads, width), rotated = query.shape, 2 * cos.shape[1]
         mixed = key.new_empty(tokens, batch, heads, width - rotated + value.shape[-1])
         shared = key.new_empty(tokens, batch, rotated)
-        _launch(_latent_rotary_backward_kernel, query, mixed, key, value, shared, cos, sin)
+        _launch(query, mixed, key, value, shared, cos, sin, backward=True)
         return query, mixed, shared, None, None, None
 
 
