@@ -273,18 +273,10 @@ def merge_(output: Tensor, total: Tensor, block: Tensor, block_total: Tensor) ->
 
 
 def add_(sums: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add the second tensor of each pair to the first one, in place; their memory does not overlap."""
-    fits = all(
-        tensor.is_cuda and tensor.is_contiguous() and tensor.dtype != torch.float64 for pair in sums for tensor in pair
-    )
-    if fits and has_triton():
-        from megatron_wrap.nn.kernels.attention.merge import MAX_SUMS, add_parts_
-
-        for start in range(0, len(sums), MAX_SUMS):
-            add_parts_(sums[start : start + MAX_SUMS])
-        return
-    for total, part in sums:
-        total.add_(part)
+    """Add the second tensor of each pair to the first one, which has the same shape: on a GPU in one kernel if their
+    dtypes are equal."""
+    totals, parts = zip(*sums, strict=True)
+    torch._foreach_add_(totals, parts)
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FlashKernel) -> Tensor:

@@ -173,7 +173,8 @@ def latent_rotary(
         query: [S, B, heads, P + R] on a GPU, the last R entries of a head not yet rotated.
         mixed: [S, B, heads, P + value_width]: of each head the part of its key without positions, and its value.
         shared: [S, B, R]: the rotary part of the key, the same for all heads, not yet rotated.
-        angles: [at least S, 1, 1, R] in radians, its halves equal.
+        angles: fp32 [at least S, 1, 1, R] in radians, its halves equal.
+        value_width: entries of a head's value.
         factor: the rotated entries are multiplied by it (YaRN); the same for all calls with these angles.
 
     Returns:

@@ -1,18 +1,13 @@
-"""The merge of two attentions of the same queries to different keys in Triton, which reads and writes outputs once, and
-the sums of their gradients in one kernel. Arithmetic is in fp32. Import it only where Triton is installed."""
+"""The merge of two attentions of the same queries to different keys in Triton, which reads and writes outputs once.
+Arithmetic is in fp32. Import it only where Triton is installed."""
 
 from __future__ import annotations
-
-import itertools
-from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 4096
-MAX_SUMS = 3
-"""Of one call of `add_parts_`."""
 
 
 @triton.jit
@@ -81,49 +76,3 @@ def merge_parts_(output: Tensor, total: Tensor, other: Tensor, other_total: Tens
         block_width=block_width,
         num_warps=4,
     )
-
-
-@triton.jit
-def _add_block(total, part, elements, number, block: tl.constexpr):
-    index = number.to(tl.int64) * block + tl.arange(0, block)
-    inside = index < elements
-    value = tl.load(total + index, mask=inside).to(tl.float32) + tl.load(part + index, mask=inside).to(tl.float32)
-    tl.store(total + index, value.to(total.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _add_kernel(
-    total,
-    part,
-    elements,
-    other_total,
-    other_part,
-    other_elements,
-    last_total,
-    last_part,
-    last_elements,
-    block: tl.constexpr,
-):
-    number = tl.program_id(0)
-    blocks = tl.cdiv(elements, block)
-    more_blocks = blocks + tl.cdiv(other_elements, block)
-    if number < blocks:
-        _add_block(total, part, elements, number, block)
-    elif number < more_blocks:
-        _add_block(other_total, other_part, other_elements, number - blocks, block)
-    else:
-        _add_block(last_total, last_part, last_elements, number - more_blocks, block)
-
-
-def add_parts_(sums: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add parts to totals, in place.
-
-    Args:
-        sums: from one to `MAX_SUMS` totals, none twice, and the part of each: contiguous, of the same shape, on a GPU,
-            in any floating dtypes but float64.
-    """
-    nothing = (*sums[0], 0)
-    arguments = [(total, part, total.numel()) for total, part in sums]
-    arguments += [nothing] * (MAX_SUMS - len(sums))
-    blocks = sum(triton.cdiv(elements, _BLOCK_ELEMENTS) for *_, elements in arguments)
-    _add_kernel[(blocks,)](*itertools.chain.from_iterable(arguments), block=_BLOCK_ELEMENTS, num_warps=8)
