@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from megatron_wrap.profiling import kernel_kinds as kinds
 from megatron_wrap.profiling.trace import Span, Timeline
+from megatron_wrap.profiling.waits import Wait, waits_of
 
 L = TypeVar("L")
 Label = tuple[str, str]
@@ -57,6 +58,8 @@ class StepBreakdown:
     """Tokens per step of this process's replica, with padding; 0: unknown."""
     work: tuple[Work, ...]
     """The longest first."""
+    waits: tuple[Wait, ...]
+    """The idle time of a GPU by what ran before and after it, the longest first; empty on a CPU."""
 
     @property
     def busy_ms(self) -> float:
@@ -101,6 +104,7 @@ def break_down(timeline: Timeline) -> StepBreakdown:
         num_kernels=sum(1 for span in inside if span.whole) / len(steps),
         computed_tokens=timeline.computed_tokens / len(steps),
         work=_work(inside, len(steps)),
+        waits=waits_of(timeline),
     )
 
 
@@ -150,7 +154,8 @@ def _work(spans: Sequence[Span], num_steps: int) -> tuple[Work, ...]:
 
 
 def as_json(breakdown: StepBreakdown, longest: int = 60) -> dict[str, Any]:
-    """The numbers by name, with the longest kernels and every one that is not recognized."""
+    """The numbers by name, with the longest kernels and waits, and every kernel that is not recognized."""
     shown = [vars(work) for index, work in enumerate(breakdown.work) if index < longest or not work.recognized]
     numbers = {name: value for name, value in vars(breakdown).items() if name not in ("on_gpu", "work")}
+    numbers["waits"] = [vars(wait) for wait in breakdown.waits[:longest]]
     return {**numbers, "kernels" if breakdown.on_gpu else "operations": shown}

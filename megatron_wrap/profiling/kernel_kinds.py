@@ -57,6 +57,10 @@ _COLLECTIVES = _rules(
 )
 COLLECTIVES = (*(name for name, _ in _COLLECTIVES), "other")
 
+_WRAPPERS = re.compile(r"^((\w+::)*(device_kernel|Kernel2?|enable_sm\w+)<)+")
+"""CUTLASS's kernels are template arguments of these."""
+_ARGUMENTS = re.compile(r"<[^<>]*>")
+
 
 def kernel_kind(name: str) -> str | None:
     """Kind of a GPU kernel or copy; None: the name is unknown, and the kernel counts as elementwise."""
@@ -71,6 +75,14 @@ def operation_kind(name: str) -> str:
 def collective(name: str) -> str:
     """Which of COLLECTIVES a communication kernel or operation is."""
     return _first(_COLLECTIVES, name) or "other"
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without namespaces, template arguments and parameters."""
+    short = _WRAPPERS.sub("", name.removeprefix("void ").replace("(anonymous namespace)::", ""))
+    while (shorter := _ARGUMENTS.sub("", short)) != short:
+        short = shorter
+    return re.split(r"[<>(,]", short)[0].rpartition("::")[2].strip() or name
 
 
 def _first(rules: _Rules, name: str) -> str | None:

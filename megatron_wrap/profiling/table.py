@@ -10,6 +10,11 @@ from megatron_wrap.profiling.advice import Change, MemoryChange
 from megatron_wrap.profiling.breakdown import StepBreakdown, as_json
 from megatron_wrap.profiling.kernel_kinds import IDLE, KINDS
 
+_LEAST_IDLE = 0.01
+"""Share of the step; below it, the text names no waits."""
+_LONGEST_WAITS = 3
+_NAME_LENGTH = 48
+
 
 @dataclass(frozen=True)
 class ProfileReport:
@@ -53,7 +58,8 @@ def text(report: ProfileReport) -> str:
         cells = [_cell(report.ranks[rank].milliseconds[kind], report.ranks[rank].share(kind)) for rank in chosen]
         lines.append(f"{_label(kind, report.ranks[0].on_gpu):<24}" + "".join(cells))
     lines.append(f"{'step':<24}" + "".join(_cell(report.ranks[rank].step_ms, 1.0) for rank in chosen))
-    return "\n".join([*lines, "", *_facts(report), "", *_advice(report), *_memory_advice(report)])
+    lines += ["", *_facts(report), *_waits(report, chosen), "", *_advice(report), *_memory_advice(report)]
+    return "\n".join(lines)
 
 
 def _label(kind: str, on_gpu: bool) -> str:
@@ -81,6 +87,21 @@ def _facts(report: ProfileReport) -> list[str]:
     if unknown:
         time = sum(work.milliseconds for work in unknown)
         lines.append(f"kernels with unknown names count as elementwise: {time:,.1f} ms, such as {unknown[0].name[:60]}")
+    return lines
+
+
+def _waits(report: ProfileReport, chosen: Sequence[int]) -> list[str]:
+    """The longest waits of the GPU in the table that is idle longest. The rank that computes longest is often idle
+    least: it waits for the other in its communication."""
+    rank = max(chosen, key=lambda rank: report.ranks[rank].share(IDLE))
+    step = report.ranks[rank]
+    if not step.waits or step.share(IDLE) < _LEAST_IDLE:
+        return []
+    lines = ["", f"longest waits of the GPU{f' of rank {rank}' if len(chosen) > 1 else ''} in a step:"]
+    for wait in step.waits[:_LONGEST_WAITS]:
+        reason = "Python was late" if wait.host_was_late else "waited for another stream or its launch"
+        names = f"{wait.before[:_NAME_LENGTH]} -> {wait.after[:_NAME_LENGTH]}"
+        lines.append(f"{wait.milliseconds:>8,.1f} ms {wait.count:>8,.1f} times  {names}: {reason}")
     return lines
 
 

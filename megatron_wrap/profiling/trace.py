@@ -33,6 +33,8 @@ class Span:
     """Whether there is a rule for the name."""
     whole: bool = True
     """False: a later part of an operation, after another that it called."""
+    launched: float | None = None
+    """When the host launched it; None: on a CPU, or not in the trace."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ def timeline_of(events: Sequence[Mapping[str, Any]]) -> Timeline:
     return Timeline(
         steps=tuple((event["ts"], event["ts"] + event["dur"]) for event in steps),
         work=tuple(work),
-        data=tuple(Span(start, end, kinds.DATA, phases.DATA) for start, end in ranges.of(phases.DATA, main)),
+        data=tuple(
+            Span(start, end, kinds.DATA, phases.DATA, launched=start) for start, end in ranges.of(phases.DATA, main)
+        ),
         on_gpu=on_gpu,
         computed_tokens=sum(
             float(event["name"].removeprefix(phases.COMPUTED_TOKENS))
@@ -151,9 +155,10 @@ def _gpu_work(spans: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Iterator[S
         if event.get("cat") not in _GPU_WORK:
             continue
         named = kinds.kernel_kind(event["name"])
-        moment, thread = launched.get(event.get("args", {}).get("correlation"), (event["ts"], None))
-        kind = _kind(named or kinds.ELEMENTWISE, ranges.phase_at(moment, thread))
-        yield Span(event["ts"], event["ts"] + event["dur"], kind, event["name"], named is not None)
+        moment, thread = launched.get(event.get("args", {}).get("correlation"), (None, None))
+        phase = None if moment is None else ranges.phase_at(moment, thread)
+        kind, end = _kind(named or kinds.ELEMENTWISE, phase), event["ts"] + event["dur"]
+        yield Span(event["ts"], end, kind, event["name"], recognized=named is not None, launched=moment)
 
 
 def _cpu_work(spans: Sequence[Mapping[str, Any]], ranges: _Ranges, main: Any) -> Iterator[Span]:

@@ -63,7 +63,7 @@ def test_a_trace_of_a_gpu() -> None:
         *_kernel("void at::native::vectorized_elementwise_kernel<4>", 145, 400, 420, 4),
         _event("cpu_op", "TokenLogProbsBackward", 200, 230, AUTOGRAD),
         *_kernel("_gradient_kernel", 210, 420, 450, 5, AUTOGRAD),
-        *_kernel("nvjet_of_the_output_layer", 215, 470, 480, 9, AUTOGRAD),  # with linear_cross_entropy
+        *_kernel(last := "nvjet_of_the_output_layer", 215, 470, 480, 9, AUTOGRAD),  # with linear_cross_entropy
         *_link(1, (MAIN, 140), (AUTOGRAD, 200)),
         _event("cpu_op", "MulBackward0", 240, 260, AUTOGRAD),
         *_kernel("my_kernel", 250, 450, 470, 6, AUTOGRAD),
@@ -88,6 +88,8 @@ def test_a_trace_of_a_gpu() -> None:
     assert breakdown.communication_ms == pytest.approx(0.1)
     assert breakdown.exposed_collectives == {"reduce-scatter": pytest.approx(0.08)}
     assert breakdown.busy_ms == pytest.approx(0.39)
+    waits = [(wait["before"], wait["after"]) for wait in as_json(breakdown)["waits"]]
+    assert waits == [("optimizer", "end of the profile"), (last, "optimizer"), ("data", "nvjet_tst_192x192")]
     unknown = [work for work in as_json(breakdown)["kernels"] if not work["recognized"]]
     assert [(work["name"], work["kind"]) for work in unknown] == [("my_kernel", kinds.ELEMENTWISE)]
 
@@ -104,6 +106,7 @@ def test_waiting_for_gloo_is_exposed_also_within_an_autograd_function() -> None:
     breakdown = break_down(timeline_of(events))
     times = {kind: round(1e3 * time) for kind, time in breakdown.milliseconds.items() if time}
     assert times == {kinds.COMMUNICATION: 32, kinds.ELEMENTWISE: 8, kinds.MATMUL: 20, kinds.IDLE: 40}
+    assert breakdown.waits == ()
 
 
 def test_matrix_products_within_the_loss_are_matrix_products() -> None:

@@ -110,3 +110,26 @@ def test_an_unknown_kernel_has_no_kind() -> None:
 )
 def test_operations_of_a_cpu(name: str, kind: str) -> None:
     assert kinds.operation_kind(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN", "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN"),
+        (
+            "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy"
+            "_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}::operator()() const>(int)::{lambda(int)#1}>(int)",
+            "elementwise_kernel",
+        ),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, 3>(char*)", "CatArrayBatchedCopy"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_gemm_align8>(Params)", "cutlass_80_tensorop_gemm_align8"),
+        (
+            "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<A<1>, B> > >(Params)",
+            "FlashAttnFwdSm90",
+        ),
+        ("Memcpy DtoH (Device -> Pinned)", "Memcpy DtoH"),
+        ("<lambda>", "<lambda>"),
+    ],
+)
+def test_short_names(name: str, short: str) -> None:
+    assert kinds.short_name(name) == short

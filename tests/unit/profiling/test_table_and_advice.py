@@ -19,6 +19,7 @@ from megatron_wrap.profiling import kernel_kinds as kinds
 from megatron_wrap.profiling.advice import ProfiledRun, StepMemory, memory_changes, promising_changes
 from megatron_wrap.profiling.breakdown import StepBreakdown, Work
 from megatron_wrap.profiling.table import ProfileReport, json_of, text
+from megatron_wrap.profiling.waits import Wait
 
 LLAMA = str(Path(__file__).parents[3] / "scripts" / "benchmark" / "llama-1b.yaml")
 RUN = ProfiledRun(
@@ -41,7 +42,7 @@ def _step(on_gpu: bool = True, exposed: dict[str, float] | None = None, **times:
     exposed = exposed or {}
     named = {name: times.get(name, 0.0) for name in kinds.KINDS} | {kinds.COMMUNICATION: sum(exposed.values())}
     named[kinds.MATMUL] = 1000.0 - sum(named.values())
-    return StepBreakdown(named, 1000.0, 3, on_gpu, sum(exposed.values()), exposed, 5000, 0.0, ())
+    return StepBreakdown(named, 1000.0, 3, on_gpu, sum(exposed.values()), exposed, 5000, 0.0, (), ())
 
 
 LINEAR_CROSS_ENTROPY = "megatron_wrap.model_provider.linear_cross_entropy"
@@ -179,6 +180,34 @@ def test_the_table_has_rank_0_and_the_slowest() -> None:
     assert shown[-3:-1] == [f"1. {LINEAR_CROSS_ENTROPY}=true", "   could save at most 15.7 of 78.8 GiB"]
     assert json_of(report)["memory_changes"][0]["saves_gib"] == 15.655
     assert json_of(report)["ranks"][1]["exposed_collectives"] == REDUCED
+
+
+def test_the_longest_waits_of_the_gpu_that_is_idle_longest() -> None:
+    waits = (
+        Wait("optimizer", "data of the next step", 1.0, 8.06, late_ms=8.0),
+        Wait("k" * 90, "nvjet_tst_192x192", 4.0, 3.0, late_ms=0.4),
+        Wait("any kernel", "the next, below 6 us each", 3900.0, 2.0, late_ms=0.0),
+        Wait("loss", "loss", 2.0, 0.1, late_ms=0.1),
+    )
+
+    def lines(*ranks: StepBreakdown) -> list[str]:
+        shown = text(ProfileReport((6, 7), ranks, 990.0, 512.3, 61.2, 0.0, (), (), "title")).splitlines()
+        starts = [index for index, line in enumerate(shown) if line.startswith("longest waits")]
+        return shown[starts[0] : shown.index("", starts[0])] if starts else []
+
+    idle, late = _step(idle=9.9), replace(_step(idle=13.0), waits=waits)
+    header, *rows = lines(late, idle)  # rank 1 computes longer, and waits for rank 0
+    assert "rank 0" in header
+    assert [row.split()[:4] for row in rows] == [
+        ["8.1", "ms", "1.0", "times"],
+        ["3.0", "ms", "4.0", "times"],
+        ["2.0", "ms", "3,900.0", "times"],
+    ]
+    assert ["Python" in row for row in rows] == [True, False, False]
+    assert "optimizer -> data of the next step" in rows[0]
+    assert all(len(row) <= 160 for row in rows)
+    assert "rank" not in lines(late)[0]
+    assert lines(replace(idle, waits=waits)) == lines(_step(idle=20.0, on_gpu=False)) == []
 
 
 def test_memory_is_saved_where_logits_are_a_share_of_it() -> None:
