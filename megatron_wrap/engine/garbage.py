@@ -7,17 +7,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class _Delay:
+    """Whether a collection is delayed."""
+
+    is_due = False
+
+
 @contextmanager
-def collected_at_end() -> Iterator[None]:
-    """Delay Python's garbage collection to the end of the block, where the device still updates the parameters: in
-    between, a collection of some milliseconds would leave the device without work. A host program that has disabled the
-    collection keeps it disabled."""
+def delayed_collection() -> Iterator[None]:
+    """Delay Python's garbage collection to `collect_delayed`, at the latest to the end of the block: elsewhere a
+    collection of some milliseconds would leave the device without work. A host program that has disabled the collection
+    keeps it disabled."""
     if not gc.isenabled():
         yield
         return
     gc.disable()
+    _Delay.is_due = True
     try:
         yield
     finally:
+        collect_delayed()
         gc.enable()
-        gc.collect(1)  # what the step has created; older objects are collected at the usual times
+
+
+def collect_delayed() -> None:
+    """Collect now, where the host waits for the device, what the step in a `delayed_collection` has created so far;
+    older objects are collected at the usual times."""
+    if _Delay.is_due:
+        _Delay.is_due = False
+        gc.collect(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_wrap.engine.batches.micro_batch import count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
-from megatron_wrap.engine.garbage import collected_at_end
+from megatron_wrap.engine.garbage import delayed_collection
 from megatron_wrap.engine.passes.deferred_reduction import deferred_reduction
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
 from megatron_wrap.engine.state.state import StepReport, TrainingState
@@ -55,7 +55,7 @@ def count_weights(state: TrainingState, batches: Sequence[Sequence[Any]] | None)
     return StepWeights(counts, len(training), statistics, sizes, state.progress.iteration)
 
 
-@collected_at_end()
+@delayed_collection()
 def forward_backward(state: TrainingState, batch: Sequence[Any] | None, weights: StepWeights) -> None:
     """Add the gradients of the next part of a step, without a reduction over replicas. Collective over the replica.
 
@@ -90,7 +90,7 @@ def forward_backward(state: TrainingState, batch: Sequence[Any] | None, weights:
     state.open_step = step
 
 
-@collected_at_end()
+@delayed_collection()
 def optimizer_step(state: TrainingState) -> StepReport:
     """Reduce the gradients of all parts over replicas, and update. Collective.
 

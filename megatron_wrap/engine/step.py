@@ -12,8 +12,8 @@ import torch
 from megatron_wrap.engine.bad_steps import record_good_step, refuse_or_skip, refuse_steps_without_weight, spike
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
-from megatron_wrap.engine.garbage import collected_at_end
-from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics
+from megatron_wrap.engine.garbage import delayed_collection
+from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics, StartedReduction
 from megatron_wrap.engine.passes.synchronize_parameters import parameter_square_sum
 from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
 from megatron_wrap.engine.setup.memory_advice import memory_advised
@@ -33,7 +33,7 @@ from megatron_wrap.platform.megatron_core.first_gradients import zero_stale
 _STOP = "stop_requests"
 
 
-@collected_at_end()
+@delayed_collection()
 def train_step(state: TrainingState, batch: Sequence[Any] | None) -> StepReport:
     """Train on one global batch: split, count, forward and backward, reduce, update, report. Collective.
 
@@ -116,17 +116,20 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
     progress, parallel, device, counts = state.progress, state.parallel, state.platform.device, step.weights.counts
     learning_rate, update, expected_size = state.lr_scheduler.get_lr({}), Update(), state.global_batch_size
     # Megatron-Core moves the routers' biases at the end of the backward pass (finalize_model_grads.py)
-    with restored_on_error(router_biases(state.chunks)) as restore_biases:
+    biases = [] if state.config.arch.num_experts is None else router_biases(state.chunks)
+    with restored_on_error(biases) as restore_biases:
         gradients()
         refuse_steps_without_weight(state, counts.has_weight)
         with phase(OPTIMIZER):
             square_sums = state.optimizer.prepare(device) if counts.has_weight else []
-        # before the update, which a non-finite loss prevents; the host does not wait for the update
         local = router_losses(state.config.arch, step.weights.num_microbatches, parallel.dp.size, device)
         requests = torch.full((), float(state.stop_requested()), dtype=torch.float64, device=device)
         seconds = {} if state.stragglers is None else state.stragglers.summands()
         summands = {**local, **seconds, _STOP: requests}
-        reduced = state.reduction.reduce(step.sums, "train", summands, copied=square_sums)
+        reduction = state.reduction.start(step.sums, "train", summands, copied=square_sums)
+        if counts.has_weight and state.config.bad_steps.spike_threshold is None:
+            _start_update(state, reduction)
+        reduced = reduction.finish()  # the host does not wait for the update
         stop_requested = reduced.sums.pop(_STOP) > 0
         if state.stragglers is not None:
             state.stragglers.compare(reduced.sums)
@@ -168,6 +171,13 @@ def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> ReplicaMic
     step = begin_step(state, step_weights(state, micro_batches), batch, time.perf_counter())
     compute_gradients(state, step, micro_batches)
     return micro_batches
+
+
+def _start_update(state: TrainingState, reduction: StartedReduction) -> None:
+    """Queue the update, which a loss that is not finite prevents; spikes are found on the host."""
+    is_checked = state.config.train.check_for_nan_in_loss_and_grad
+    with phase(OPTIMIZER):
+        state.optimizer.start_update(reduction.loss_is_finite() if is_checked else None)
 
 
 def _update(state: TrainingState, reduced: ReducedMetrics) -> Update:

@@ -20,7 +20,7 @@ RECOMPUTE = (
 LINEAR_CROSS_ENTROPY = ("megatron_wrap.model_provider.linear_cross_entropy=true",)
 RUNS = {
     "one-recomputed": (1, RECOMPUTE),
-    "dp2": (2, (*DISTRIBUTED, *OVERLAP)),
+    "dp2": (2, (*DISTRIBUTED, *OVERLAP, "megatron_lm.train.optimizer.fused_clipping=true")),
     "tp2-sp": (2, options(tp=2, sp=True)),
     "pp2": (2, options(pp=2)),
     "pp2-vpp2": (2, options(pp=2, layers_per_chunk=1)),

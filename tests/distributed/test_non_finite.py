@@ -11,16 +11,18 @@ from _engine_runs import options
 NO_CLIPPING = ("megatron_lm.train.optimizer.clip_grad=0.0",)
 LOW_SCALE = ("megatron_lm.train.dtype.initial_loss_scale=16",)  # low enough that a normal step does not overflow
 UNCHECKED = ("megatron_lm.train.common.check_for_nan_in_loss_and_grad=false",)
+FUSED = ("megatron_lm.train.optimizer.fused_clipping=true",)  # the device decides, before the host knows the loss
 
 RUNS = {
     "one": (1, ()),
+    "one-fused": (1, FUSED),
     "one-bf16-unclipped": (1, (*BF16, *NO_CLIPPING)),
     "one-experts-unclipped": (
         1,
-        (*EXPERTS, *NO_CLIPPING),
+        (*EXPERTS, *NO_CLIPPING, *FUSED),
     ),  # two optimizers, and expert biases that are updated without a gradient
     "dp2": (2, ()),
-    "dp2-distributed-overlap-bf16": (2, (*DISTRIBUTED, *OVERLAP, *BF16)),
+    "dp2-distributed-overlap-bf16": (2, (*DISTRIBUTED, *OVERLAP, *BF16, *FUSED)),
     "dp2-distributed-experts": (2, (*DISTRIBUTED, *EXPERTS)),
     "pp2-unclipped": (2, (*options(pp=2), *NO_CLIPPING)),
     "tp2-sp": (2, options(tp=2, sp=True)),
@@ -55,6 +57,8 @@ def test_an_overflow_in_fp16_is_skipped_and_a_non_finite_loss_is_rejected(ranks)
 
 
 def test_an_unchecked_run_continues(ranks) -> None:
-    overrides = (*options("Poisoned"), *UNCHECKED)
-    [result] = ranks(1).run(runs.poisoned, overrides, runs.weighted_samples(16), ("gradient",))
-    assert result["errors"] == ["no error"]
+    for fused in ((), FUSED):
+        overrides = (*options("Poisoned"), *UNCHECKED, *fused)
+        [result] = ranks(1).run(runs.poisoned, overrides, runs.weighted_samples(16), ("gradient",))
+        assert result["errors"] == ["no error"]
+        assert result["unchanged"] == [False]

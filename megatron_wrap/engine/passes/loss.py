@@ -4,8 +4,8 @@
 
 with both sums over all micro-batches and ranks of the step. Megatron-Core divides the loss of a three-value return by
 its number of tokens and by the number of micro-batches (`forward_step_calc_loss`,
-megatron/core/pipeline_parallel/schedules.py), and DistributedDataParallel averages gradients over data- and
-context-parallel ranks. The weight W of the whole step is known before the forward pass, so each micro-batch returns
+megatron/core/pipeline_parallel/schedules.py), and the loss is averaged over data- and context-parallel ranks
+(engine/setup/build.py). The weight W of the whole step is known before the forward pass, so each micro-batch returns
 `loss_sum * num_microbatches * dp * cp / W` with a token count of one; after these divisions its contribution is exactly
 loss_sum / W. Megatron-Core's `calculate_per_token_loss` stays off, because its versions then scale auxiliary losses
 differently.
@@ -130,13 +130,13 @@ class NormalizedLoss:
         return {**added, **metrics}
 
     def _loss_factor(self, micro_batch: MicroBatch) -> float | None:
-        """What multiplies the flow's only `loss_sum` in the scalar that the schedule differentiates, after the division
-        by the number of micro-batches; None if that is not known before the forward pass."""
+        """What multiplies the flow's only `loss_sum` in what the schedule differentiates, after its divisions; None if
+        that is not known before the forward pass."""
         only_term = micro_batch.has_explicit_weight and micro_batch.weights.keys() == {DEFAULT_TERM}
         if not (self.factor_is_known and only_term and self.step_weights[DEFAULT_TERM]):
             return None
         coefficient = self.flow.get_loss_coefficients().get(DEFAULT_TERM, 1.0)
-        return self.dp_size * self.cp_size * coefficient / self.step_weights[DEFAULT_TERM]
+        return coefficient / self.step_weights[DEFAULT_TERM]
 
     def _terms(self, returned: Any, micro_batch: MicroBatch) -> tuple[dict[str, _Term], Mapping[str, Any]]:
         name = f"{type(self.flow).__name__}.calculate_loss"

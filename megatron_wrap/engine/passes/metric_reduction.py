@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.passes.loss import loss_coefficients, take_objective
+from megatron_wrap.engine.garbage import collect_delayed
+from megatron_wrap.engine.passes.loss import OBJECTIVE, loss_coefficients, take_objective
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
-from megatron_wrap.metrics.metric import MetricSums, read_reduced
+from megatron_wrap.metrics.metric import SUMMANDS, MetricSums, read_reduced
 from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
 from megatron_wrap.parallel.state import ParallelState
 
@@ -30,6 +32,64 @@ class ReducedMetrics:
     """Further values of the engine, such as router losses, summed over all ranks."""
     copied: tuple[float, ...] = ()
     """Values of the tensors that were only copied to the host."""
+
+
+class StartedReduction:
+    """A reduction that is queued on the device, followed by the copy of its result to the host.
+
+    Args:
+        vector: fp64; the numbers of the metrics, of `values`, and of what is only copied, after their reduction.
+        known: name of each metric and its kind.
+        values: names of the further values.
+        coefficients: of the loss terms.
+        host_waits: set when the host waits.
+    """
+
+    def __init__(
+        self,
+        vector: Tensor,
+        known: Mapping[str, str],
+        values: Sequence[str],
+        coefficients: Mapping[str, float],
+        host_waits: threading.Event,
+    ) -> None:
+        self._vector, self._known, self._values, self._coefficients = vector, known, values, coefficients
+        self._host_waits, self._copied = host_waits, None
+        self._on_host = vector
+        if vector.is_cuda:
+            self._on_host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            self._on_host.copy_(vector, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def loss_is_finite(self) -> Tensor:
+        """Whether the objective will be a finite number, bool with one element on the device."""
+        names = [name for name in self._known if name.startswith(OBJECTIVE)]  # in a row, as all names are sorted
+        begin = sum(SUMMANDS[self._known[name]] for name in itertools.takewhile(lambda n: n not in names, self._known))
+        sums, weights = self._vector[begin:][: 2 * len(names)].view(-1, 2).unbind(1)
+        counted = weights != 0
+        is_finite = ((sums / weights).isfinite() | ~counted).all() & counted.any()
+        return is_finite if all(map(math.isfinite, self._coefficients.values())) else torch.zeros_like(is_finite)
+
+    def finish(self) -> ReducedMetrics:
+        """Wait for the device."""
+        self._host_waits.set()
+        collect_delayed()
+        if self._copied is not None:
+            self._copied.synchronize()
+        read: list[float] = self._on_host.tolist()
+        first = sum(SUMMANDS[kind] for kind in self._known.values())
+        summed = first + len(self._values)
+        after = summed + sum(1 for kind in self._known.values() if SUMMANDS[kind] == 0)
+        values = read_reduced(self._known, read[:first], read[summed:after])
+        loss = take_objective(values, self._coefficients)
+        values.pop("loss", None)  # older flows report the loss among their metrics; the objective replaces it
+        return ReducedMetrics(
+            loss=loss,
+            flow_metrics={name: math.nan if value is None else value for name, value in values.items()},
+            sums=dict(zip(self._values, read[first:summed], strict=True)),
+            copied=tuple(read[after:]),
+        )
 
 
 class MetricReduction:
@@ -69,37 +129,29 @@ class MetricReduction:
         Raises:
             FlowError: a rank reports a metric that it did not report in its first step of this kind.
         """
+        return self.start(sums, kind, local_values, copied).finish()
+
+    def start(
+        self,
+        sums: MetricSums,
+        kind: str,
+        local_values: Mapping[str, Tensor] = MappingProxyType({}),
+        copied: Sequence[Tensor] = (),
+    ) -> StartedReduction:
+        """Queue what `reduce` does. Collective."""
         known = self._metric_kinds(sums, kind)
         local = sums if self._parallel.counts_once else MetricSums(self._device)
         numbers, extremes = local.summands(known), local.extremes(known)
-        first = len(numbers)
         numbers += local_values.values()
-        read = self._read(numbers, extremes, copied)
-        after = len(numbers) + len(extremes)
-        values = read_reduced(known, read[:first], read[len(numbers) : after])
-        loss = take_objective(values, loss_coefficients(self._flow))
-        values.pop("loss", None)  # older flows report the loss among their metrics; the objective replaces it
-        return ReducedMetrics(
-            loss=loss,
-            flow_metrics={name: math.nan if value is None else value for name, value in values.items()},
-            sums=dict(zip(local_values, read[first : len(numbers)], strict=True)),
-            copied=tuple(read[after:]),
-        )
-
-    def _read(self, numbers: list[Tensor], extremes: list[Tensor], copied: Sequence[Tensor]) -> list[float]:
-        """The sums of `numbers` over ranks, the maxima of `extremes`, and `copied`, in one copy to the host."""
         everything = (*numbers, *extremes, *copied)
-        if not everything:
-            return []
-        vector = torch.stack([number.double().reshape(()) for number in everything])
-        last = len(numbers) + len(extremes)
+        vector = torch.zeros(0, dtype=torch.float64, device=self._device)
+        if everything:
+            vector = torch.stack([number.double().reshape(()) for number in everything])
         if numbers:  # the same conditions on all ranks
             reduce_in_place(vector[: len(numbers)], "sum", self._parallel.world.group)
         if extremes:
-            reduce_in_place(vector[len(numbers) : last], "max", self._parallel.world.group)
-        self.host_waits.set()
-        read: list[float] = vector.tolist()
-        return read
+            reduce_in_place(vector[len(numbers) :][: len(extremes)], "max", self._parallel.world.group)
+        return StartedReduction(vector, known, tuple(local_values), loss_coefficients(self._flow), self.host_waits)
 
     def _metric_kinds(self, sums: MetricSums, kind: str) -> dict[str, str]:
         if kind not in self._known:

@@ -96,7 +96,7 @@ def build_training_state(
         check_model_inputs(config, bare)
         freeze_parameters(config, bare, parallel, vocab_size)
         platform.refuse_unsafe(derived.optimizer_settings(config.optimizer), platform.has_transformer_engine)
-    chunks = wrap_chunks(config, model_config, bare) if training else bare
+    chunks = wrap_chunks(config, parallel, model_config, bare) if training else bare
     optimizer = build_optimizer(config, model_config, chunks, parallel) if training else None
     shape = model_shape(config, vocab_size)
     stragglers = _stragglers(config, parallel, platform.device) if training else None
@@ -309,7 +309,7 @@ def _mark_experts(chunk: torch.nn.Module) -> None:
 
 
 def wrap_chunks(
-    config: RunConfig, model_config: TransformerConfig, chunks: list[torch.nn.Module]
+    config: RunConfig, parallel: ParallelState, model_config: TransformerConfig, chunks: list[torch.nn.Module]
 ) -> list[torch.nn.Module]:
     """Wrap the chunks in Megatron-Core's DistributedDataParallel, and set the hooks that its schedules call."""
     from megatron.core.distributed import (
@@ -348,4 +348,19 @@ def wrap_chunks(
         model_config.no_sync_func = wrapped[0].no_sync if single else [chunk.no_sync for chunk in wrapped]
         if not single and getattr(ddp_config, "align_param_gather", False):
             model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+    if not ddp_config.average_in_collective:
+        _average_losses(model_config, wrapped, parallel)
     return wrapped
+
+
+def _average_losses(model_config: TransformerConfig, chunks: list[Any], parallel: ParallelState) -> None:
+    """Let the schedule average the losses, those of routers and predictions too, over data- and context-parallel ranks.
+    DistributedDataParallel averages the gradients, in a pass over its buffers before their reduction, which then only
+    adds."""
+    size = parallel.dp.size * parallel.cp.size
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor = 1.0
+    if size > 1:
+        model_config.grad_scale_func = lambda loss: loss / size

@@ -28,7 +28,8 @@ _OF_DTYPE = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_para
 def build_optimizer(
     config: RunConfig, model_config: Any, chunks: list[torch.nn.Module], parallel: ParallelState
 ) -> CheckedOptimizer:
-    """Megatron-Core's optimizer over all chunks; in half precision it also scales the loss."""
+    """Megatron-Core's optimizer over all chunks; in half precision it also scales the loss, after `grad_scale_func` of
+    `model_config`."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from megatron_wrap.engine.state.checked_optimizer import CheckedOptimizer
@@ -55,7 +56,9 @@ def build_optimizer(
         with another_adam(KernelAdam if optim.fused_clipping else None):
             parts = get_megatron_optimizer(optimizer_config, chunks, **overrides).chained_optimizers
     optimizer = CheckedOptimizer(parts)
-    model_config.grad_scale_func = optimizer.scale_loss if dtype.bf16 or dtype.fp16 else None
+    average = model_config.grad_scale_func
+    if dtype.bf16 or dtype.fp16:
+        model_config.grad_scale_func = lambda loss: optimizer.scale_loss(loss if average is None else average(loss))
     return optimizer
 
 

@@ -1,10 +1,11 @@
-"""Megatron-Core's optimizer with its step in two halves, so that the check for a non-finite update and the metrics need
-one synchronization together. Import this module only after the platform is installed."""
+"""Megatron-Core's optimizer with its step in parts, so that the check for a non-finite update and the metrics need one
+synchronization together, during which the device updates already. Import this module only after the platform is
+installed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from megatron_wrap.platform.megatron_core.versions import gradients_for_norm
 
 class CheckedOptimizer(ChainedOptimizer):
     """Megatron-Core's chained optimizer. `prepare` computes the gradient norm on the device; `update` takes it from the
-    host, checks it before a parameter changes, and clips and applies the gradients.
+    host, checks it before a parameter changes, and clips and applies the gradients. Where Adam can make the check on
+    the device, `start_update` queues all that before the host knows the norm, and `update` only reports.
 
     In both supported Megatron-Core versions `ChainedOptimizer.step` calls `prepare_grads`, `get_grad_norm` (with and
     without clipping) and then `step_with_ready_grads`; the first two return the results of `prepare` here. The norm is
@@ -33,7 +35,8 @@ class CheckedOptimizer(ChainedOptimizer):
     def __init__(self, parts: list[Any]) -> None:
         super().__init__(parts)
         self._scaler_states: list[Any] = []
-        self._overflow = False
+        self._square_sums: list[Tensor] = []
+        self._overflow = self._is_started = False
         self._grad_norm = 0.0
         self._knows_copies = False
 
@@ -48,22 +51,47 @@ class CheckedOptimizer(ChainedOptimizer):
             values to `update`.
         """
         self._scaler_states = [scaler.state_dict() for scaler in self._grad_scalers()]
-        self._overflow = super().prepare_grads()
+        self._overflow, self._is_started = super().prepare_grads(), False
         parts = self.chained_optimizers
-        if not parts:
-            return []
-        if len(parts) == 1 or self.grads_states_parallel_group_is_shared():
-            gradients = [gradient for part in parts for gradient in gradients_for_norm(part)]
-            return [_square_sum(gradients, parts[0].get_grad_stats_parallel_group(), device)]
-        return [_square_sum(gradients_for_norm(part), part.get_grad_stats_parallel_group(), device) for part in parts]
+        together = bool(parts) and (len(parts) == 1 or self.grads_states_parallel_group_is_shared())
+        self._square_sums = [
+            _square_sum(
+                [gradient for part in group for gradient in gradients_for_norm(part)],
+                group[0].get_grad_stats_parallel_group(),
+                device,
+            )
+            for group in ([parts] if together else [[part] for part in parts])
+        ]
+        return self._square_sums
+
+    def start_update(self, loss_is_finite: Tensor | None) -> None:
+        """Queue the update after `prepare`, if the host needs no value for it: Adam's kernels change nothing where the
+        device finds that `update` with is_spike=False would not apply the gradients.
+
+        Args:
+            loss_is_finite: bool with one element on the device, the same on every rank; None: as loss=None of `update`.
+        """
+        if not self._scales_gradients or self._grad_scalers() or self.config.log_num_zeros_in_grad:
+            return
+        norm = torch.stack(self._square_sums).double().sum().sqrt()
+        is_applied = torch.logical_not(norm > self._largest_norm)
+        if loss_is_finite is not None:
+            is_applied = is_applied & loss_is_finite & norm.isfinite()
+
+        def factor(limit: float) -> Tensor:
+            ratio = limit / (norm + 1.0e-6)
+            return torch.where(is_applied, torch.where(ratio < 1.0, ratio, 1.0), math.nan).float()
+
+        self._scale(factor)
+        self._is_started = True
 
     def update(self, loss: float | None, square_sums: Sequence[float], is_spike: bool = False) -> Update:
-        """Clip and apply the gradients that `prepare` made ready.
+        """Clip and apply the gradients that `prepare` made ready, unless `start_update` has done so.
 
         Args:
             loss: of the step, the same on every rank; None disables the check.
             square_sums: the values of what `prepare` returned.
-            is_spike: the loss is refused although it is finite.
+            is_spike: the loss is refused although it is finite; not after `start_update`.
 
         Returns:
             The same on every rank. If the loss or the gradient norm is not finite, or is_spike, the update is bad:
@@ -72,38 +100,65 @@ class CheckedOptimizer(ChainedOptimizer):
         """
         self._grad_norm = math.sqrt(math.fsum(square_sums))
         is_finite = loss is None or (math.isfinite(loss) and math.isfinite(self._grad_norm))
-        if loss is not None and not self._overflow and (is_spike or not is_finite):
+        is_bad = loss is not None and not self._overflow and (is_spike or not is_finite)
+        if self._is_started:
+            return self._started_update(is_bad)
+        if is_bad:
             for scaler, state in zip(self._grad_scalers(), self._scaler_states, strict=True):
                 scaler.load_state_dict(state)  # `prepare_grads` counted a step without overflow
             return Update(grad_norm=self._grad_norm, is_bad=True)
         applied, grad_norm, num_zeros = self._scaling_step() if self._scales_gradients else self.step()
         return Update(bool(applied), float(grad_norm or 0.0), int(num_zeros or 0))
 
+    def _started_update(self, is_bad: bool) -> Update:
+        self._is_started = False
+        is_applied = not (is_bad or self._grad_norm > self._largest_norm)
+        if not is_applied:
+            for part in self._with_optimizers:
+                part.optimizer.uncount_step()
+        return Update(is_applied, self._grad_norm, is_bad=is_bad)
+
+    @property
+    def _with_optimizers(self) -> list[Any]:
+        return [part for part in self.chained_optimizers if part.optimizer is not None]
+
     @property
     def _scales_gradients(self) -> bool:
         """Whether Adam multiplies the gradients by the clipping factor itself."""
-        optimizers = [part.optimizer for part in self.chained_optimizers if part.optimizer is not None]
-        return bool(optimizers) and all(isinstance(optimizer, KernelAdam) for optimizer in optimizers)
+        parts = self._with_optimizers
+        return bool(parts) and all(isinstance(part.optimizer, KernelAdam) for part in parts)
+
+    @property
+    def _largest_norm(self) -> float:
+        """Above it the gradients are not applied."""
+        return min(getattr(part.config, "grad_norm_skip_threshold", math.inf) for part in self.chained_optimizers)
 
     def _scaling_step(self) -> tuple[bool, float, int]:
         """`step`, without passes for clipping and for the copies of parameters in half precision."""
         if self._overflow:
             return False, 0.0, 0
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else 0
-        thresholds = (getattr(part.config, "grad_norm_skip_threshold", math.inf) for part in self.chained_optimizers)
-        if self._grad_norm > min(thresholds):
+        if self._grad_norm > self._largest_norm:
             return False, self._grad_norm, num_zeros
-        parts = [part for part in self.chained_optimizers if part.optimizer is not None]
-        for part in parts:  # the factor is that of Megatron-Core's clip_grad_by_total_norm_fp32
+        applied = self._scale(lambda limit: min(1.0, limit / (self._grad_norm + 1.0e-6)))
+        return applied, self._grad_norm, num_zeros
+
+    def _scale(self, factor: Callable[[float], float | Tensor]) -> bool:
+        """Apply the gradients.
+
+        Args:
+            factor: of a limit of the norm; it is that of Megatron-Core's clip_grad_by_total_norm_fp32.
+        """
+        parts = self._with_optimizers
+        for part in parts:
             limit = part.config.clip_grad
-            factor = min(1.0, limit / (self._grad_norm + 1.0e-6)) if limit > 0.0 else 1.0
-            part.optimizer.scale_gradients(factor)
+            part.optimizer.scale_gradients(factor(limit if limit > 0.0 else math.inf))
         if not self._knows_copies:
             self._knows_copies = True
             for part in parts:
                 part.optimizer.write_copies(model_copies(part))
         with without_model_copies(part for part in parts if part.optimizer.copies is not None):
-            return self.step_with_ready_grads(), self._grad_norm, num_zeros
+            return bool(self.step_with_ready_grads())
 
     @property
     def loss_scale(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_wrap.nn.kernels.available import has_triton
@@ -32,13 +33,16 @@ class KernelAdam(GroupStepAdam):
             return
         from megatron_wrap.nn.kernels.adam import update
 
+        factor = self.gradient_factor
+        if not isinstance(factor, Tensor):
+            factor = torch.full((), factor, dtype=torch.float32, device=params[0].device)
         for param in params:
             state, grad = self.state[param], param.grad
             assert grad is not None
             update(
                 *(param, grad, state["exp_avg"], state["exp_avg_sq"]),
                 step=group["step"],
-                factor=self.gradient_factor,
+                factor=factor,
                 lr=group["lr"],
                 betas=group["betas"],
                 eps=group["eps"],

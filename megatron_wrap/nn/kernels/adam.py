@@ -1,5 +1,5 @@
-"""Adam in Triton, which multiplies gradients by a factor as it reads them, and writes a copy of the parameter in
-another dtype. Import it only where Triton is installed."""
+"""Adam in Triton, which multiplies gradients by a factor as it reads them, writes a copy of the parameter in another
+dtype, and does nothing where the factor is nan. Import it only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _kernel(
     second,
     copy,
     count,
-    factor,
+    factors,
     step_size,
     kept,
     added_decay,
@@ -33,7 +33,8 @@ def _kernel(
 ):
     # torch's order of operations (aten/src/ATen/native/cuda/fused_adam_utils.cuh)
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = index < count
+    factor = tl.load(factors)
+    inside = (index < count) & (factor == factor)
     value = tl.load(values + index, mask=inside)
     grad = tl.load(grads + index, mask=inside) * factor
     grad += added_decay * value
@@ -55,7 +56,7 @@ def update(
     second: Tensor,
     *,
     step: int,
-    factor: float,
+    factor: Tensor,
     lr: float,
     betas: tuple[float, float],
     eps: float,
@@ -70,7 +71,7 @@ def update(
         grads: only read.
         first, second: running averages of the gradient and of its square.
         step: its number, from 1 on.
-        factor: of the gradients.
+        factor: of the gradients, fp32 with one element, on the GPU; nan: nothing is written.
         decoupled: weight decay as in AdamW (arXiv:1711.05101), else added to the gradient.
         copy: as many elements, contiguous, to which the new values are written in its dtype.
     """

@@ -7,6 +7,7 @@ directions.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -62,11 +63,22 @@ class GroupStepAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction})
         self.adam_w_mode = adam_w_mode
-        self.gradient_factor = 1.0
+        self.gradient_factor: float | Tensor = 1.0
 
-    def scale_gradients(self, factor: float) -> None:
-        """The next steps multiply the gradients by this factor as they read them, and leave them as they are."""
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """The next steps multiply the gradients by this factor as they read them, and leave them as they are.
+
+        Args:
+            factor: nan: the steps change no parameter and no state but their count, see `uncount_step`. On the device
+                of the parameters, fp32 with one element, it need not be known to the host yet.
+        """
         self.gradient_factor = factor
+
+    def uncount_step(self) -> None:
+        """The last step changed nothing, because its factor was nan."""
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] -= 1
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -89,17 +101,19 @@ class GroupStepAdam(torch.optim.Optimizer):
 
     def _update_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
         """Update the parameters of a group, which have gradients and states."""
-        fused = bool(params) and all(param.is_cuda for param in params)
-        for chunk in [params] if fused and self.gradient_factor == 1.0 else _chunks(params):
-            self._update(chunk, group, fused)
+        factor, fused = float(self.gradient_factor), bool(params) and all(param.is_cuda for param in params)
+        if math.isnan(factor):
+            return
+        for chunk in [params] if fused and factor == 1.0 else _chunks(params):
+            self._update(chunk, group, factor, fused)
 
-    def _update(self, params: list[Tensor], group: dict[str, Any], fused: bool) -> None:
+    def _update(self, params: list[Tensor], group: dict[str, Any], factor: float, fused: bool) -> None:
         """With torch's own update; the fused kernel reads and writes each tensor once."""
         beta1, beta2 = group["betas"]
         update = adamw if self.adam_w_mode else adam
         grads = [param.grad for param in params if param.grad is not None]
-        if self.gradient_factor != 1.0:
-            grads = list(torch._foreach_mul(grads, self.gradient_factor))
+        if factor != 1.0:
+            grads = list(torch._foreach_mul(grads, factor))
         steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device if fused else "cpu")
         update(
             params,

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from megatron_wrap.engine.garbage import collected_at_end
+from megatron_wrap.engine.garbage import delayed_collection
 
 
 class _Cycle:
@@ -13,7 +13,7 @@ class _Cycle:
         self.itself = self
 
 
-@collected_at_end()
+@delayed_collection()
 def _fail() -> None:
     cycle = weakref.ref(_Cycle())
     raise ValueError(gc.isenabled(), cycle() is None, cycle)
@@ -31,7 +31,7 @@ def test_collection_waits_for_the_end_also_of_a_failure():
 def test_a_program_without_collection_keeps_it_disabled():
     gc.disable()
     try:
-        with collected_at_end():
+        with delayed_collection():
             pass
         assert not gc.isenabled()
     finally:

@@ -60,7 +60,7 @@ def output() -> Tensor:
 
 @pytest.mark.parametrize(("num_microbatches", "dp", "cp"), [(1, 1, 1), (4, 2, 1), (3, 2, 2)])
 def test_the_divisions_of_the_schedule_and_of_ddp_leave_loss_sum_over_weight(num_microbatches, dp, cp):
-    """Megatron-Core divides by micro-batches, DDP by dp * cp; the result is loss_sum / W."""
+    """The schedule divides by micro-batches and by dp * cp; the result is loss_sum / W."""
     taken = normalized(Flow(lambda out: LossOutput(out.sum())), {"": 20.0}, num_microbatches, dp, cp)
     loss = taken(micro_batch(loss=5.0), output())
     assert loss.item() / num_microbatches / (dp * cp) == pytest.approx(6.0 / 20.0)
