@@ -231,6 +231,11 @@ def test_adam_with_a_factor_of_the_gradients(decoupled):
             other.grad = 0.3 * actual.grad
         optimizer.step()
         reference.step()
+    before = [tensor.clone() for param in ours for tensor in (param, *optimizer.state[param].values())]
+    optimizer.scale_gradients(torch.tensor(float("nan"), device="cuda"))
+    optimizer.step()
+    after = [tensor for param in ours for tensor in (param, *optimizer.state[param].values())]
+    assert all(map(torch.equal, before, after))
     assert torch.equal(optimizer.copies[ours[1]], ours[1].bfloat16())
     for actual, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(actual, other, rtol=1e-6, atol=1e-6)

@@ -34,7 +34,7 @@ def _kernel(
     # torch's order of operations (aten/src/ATen/native/cuda/fused_adam_utils.cuh)
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     factor = tl.load(factors)
-    inside = (index < count) & (factor == factor)
+    inside = index < tl.where(factor == factor, count, 0)
     value = tl.load(values + index, mask=inside)
     grad = tl.load(grads + index, mask=inside) * factor
     grad += added_decay * value

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_wrap.core import MegatronWrap
+from megatron_wrap.engine.passes.metric_reduction import StartedReduction
 from megatron_wrap.engine.setup.linear_cross_entropy import KEY as LINEAR_CROSS_ENTROPY
 from megatron_wrap.engine.setup.linear_cross_entropy import avoidable_logits_bytes
 from megatron_wrap.engine.setup.memory_advice import memory_advice
@@ -266,6 +267,24 @@ def test_fused_clipping_trains_alike(dtype, distributed):
     assert metrics == expected_metrics
     assert min(norm for _, norm in metrics) > 0.05
     assert all(torch.equal(*pair) for pair in zip(weights, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("key", "order"),
+    [("optimizer.fused_clipping=true", ["update", "wait"]), ("optimizer.fused_clipping=false", ["wait", "update"])],
+)
+def test_an_update_that_needs_no_number_of_the_host_is_queued_before_the_host_waits(key, order, monkeypatch):
+    calls: list[str] = []
+
+    def recorded(owner: Any, name: str, call: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *args: (calls.append(call), original(self, *args))[1])
+
+    with started(f"megatron_lm.train.{key}") as wrap:
+        recorded(type(wrap.state.optimizer), "step_with_ready_grads", "update")
+        recorded(StartedReduction, "finish", "wait")
+        wrap.train(data()[:4])
+    assert calls == order
 
 
 def test_fused_clipping_skips_a_step_above_megatron_core_s_threshold():

@@ -1,11 +1,11 @@
-"""Garbage collection waits for the end of a step."""
+"""Garbage collection waits until the host waits for the device, or for the end of a step."""
 
 import gc
 import weakref
 
 import pytest
 
-from megatron_wrap.engine.garbage import delayed_collection
+from megatron_wrap.engine.garbage import collect_delayed, delayed_collection
 
 
 class _Cycle:
@@ -28,11 +28,22 @@ def test_collection_waits_for_the_end_also_of_a_failure():
     assert cycle() is None
 
 
+def test_collection_where_the_host_waits():
+    with delayed_collection():
+        first, second = weakref.ref(_Cycle()), weakref.ref(_Cycle())
+        collect_delayed()
+        assert first() is second() is None
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
 def test_a_program_without_collection_keeps_it_disabled():
     gc.disable()
     try:
         with delayed_collection():
-            pass
+            cycle = weakref.ref(_Cycle())
+            collect_delayed()
+        assert cycle() is not None
         assert not gc.isenabled()
     finally:
         gc.enable()
