@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
-class _Delay:
-    """Whether a collection is delayed."""
-
-    is_due = False
+_is_due = threading.Event()
+"""A collection is delayed."""
 
 
 @contextmanager
@@ -22,7 +20,7 @@ def delayed_collection() -> Iterator[None]:
         yield
         return
     gc.disable()
-    _Delay.is_due = True
+    _is_due.set()
     try:
         yield
     finally:
@@ -33,6 +31,6 @@ def delayed_collection() -> Iterator[None]:
 def collect_delayed() -> None:
     """Collect now, where the host waits for the device, what the step in a `delayed_collection` has created so far;
     older objects are collected at the usual times."""
-    if _Delay.is_due:
-        _Delay.is_due = False
+    if _is_due.is_set():
+        _is_due.clear()
         gc.collect(1)

@@ -12,7 +12,7 @@ import torch
 from megatron_wrap.engine.bad_steps import record_good_step, refuse_or_skip, refuse_steps_without_weight, spike
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
-from megatron_wrap.engine.garbage import delayed_collection
+from megatron_wrap.engine.garbage import collect_delayed, delayed_collection
 from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics, StartedReduction
 from megatron_wrap.engine.passes.synchronize_parameters import parameter_square_sum
 from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
@@ -129,7 +129,7 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
         reduction = state.reduction.start(step.sums, "train", summands, copied=square_sums)
         if counts.has_weight and state.config.bad_steps.spike_threshold is None:
             _start_update(state, reduction)
-        reduced = reduction.finish()  # the host does not wait for the update
+        reduced = reduction.finish(collect_delayed)  # the host does not wait for the update
         stop_requested = reduced.sums.pop(_STOP) > 0
         if state.stragglers is not None:
             state.stragglers.compare(reduced.sums)

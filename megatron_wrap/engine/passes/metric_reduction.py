@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.garbage import collect_delayed
 from megatron_wrap.engine.passes.loss import OBJECTIVE, loss_coefficients, take_objective
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
@@ -71,10 +70,14 @@ class StartedReduction:
         is_finite = ((sums / weights).isfinite() | ~counted).all() & counted.any()
         return is_finite if all(map(math.isfinite, self._coefficients.values())) else torch.zeros_like(is_finite)
 
-    def finish(self) -> ReducedMetrics:
-        """Wait for the device."""
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> ReducedMetrics:
+        """Wait for the device.
+
+        Args:
+            meanwhile: called when the host would begin to wait.
+        """
         self._host_waits.set()
-        collect_delayed()
+        meanwhile()
         if self._copied is not None:
             self._copied.synchronize()
         read: list[float] = self._on_host.tolist()

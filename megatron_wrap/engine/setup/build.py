@@ -52,6 +52,7 @@ from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.platform.base.machine import megatron_core_version
 from megatron_wrap.platform.base.platform import Platform
+from megatron_wrap.platform.megatron_core.added_gradients import sum_over_ranks
 from megatron_wrap.platform.megatron_core.versions import accepts, version
 from megatron_wrap.utils.dist_logger import logger
 
@@ -348,19 +349,9 @@ def wrap_chunks(
         model_config.no_sync_func = wrapped[0].no_sync if single else [chunk.no_sync for chunk in wrapped]
         if not single and getattr(ddp_config, "align_param_gather", False):
             model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
-    if not ddp_config.average_in_collective:
-        _average_losses(model_config, wrapped, parallel)
-    return wrapped
-
-
-def _average_losses(model_config: TransformerConfig, chunks: list[Any], parallel: ParallelState) -> None:
-    """Let the schedule average the losses, those of routers and predictions too, over data- and context-parallel ranks.
-    DistributedDataParallel averages the gradients, in a pass over its buffers before their reduction, which then only
-    adds."""
     size = parallel.dp.size * parallel.cp.size
-    for chunk in chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            for bucket in buffer.buckets:
-                bucket.gradient_scaling_factor = 1.0
-    if size > 1:
+    if size > 1 and not ddp_config.average_in_collective:
+        sum_over_ranks(wrapped)
+        # the schedule averages the losses, those of routers too
         model_config.grad_scale_func = lambda loss: loss / size
+    return wrapped

@@ -1,7 +1,9 @@
-"""Gradients that a layer adds to the buffer of its weight itself, instead of returning them to autograd."""
+"""Gradients that a layer adds to the buffer of its weight itself, instead of returning them to autograd; and buffers
+that are added over ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,3 +19,12 @@ def placeholder(weight: Any) -> Tensor | None:
         return None
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+def sum_over_ranks(chunks: Iterable[Any]) -> None:
+    """Let Megatron-Core's DistributedDataParallel add the gradients of data- and context-parallel ranks. By default it
+    averages them, in a pass over its buffers before their reduction."""
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor = 1.0
