@@ -52,6 +52,9 @@ def _check_graphs(config: RunConfig) -> None:
     keys = [f"arch.{name}" for name in ("cuda_graph_impl", "enable_cuda_graph") if name in upstream]
     if config.adapter.adapter_type != "none":
         refuse(config, [*keys, "adapter.adapter_type"], "CUDA graphs call no adapters of a layer; write none here")
+    if config.arch.transformer_impl == "transformer_engine" and config.parallel.context_parallel_size > 1:
+        rule = "Transformer Engine's attention under context parallelism cannot be captured; write torch, or none"
+        refuse(config, ["arch.transformer_impl", *keys], rule)
     if derived.varies_in_length(config):
         rule = "CUDA graphs need micro-batches of one shape; write collate_type: fixed_length without packing, or none"
         refuse(config, [*keys, "flow.flow_key"], rule)
