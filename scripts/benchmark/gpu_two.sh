@@ -120,6 +120,7 @@ everything() {
       --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1" \
       --variant "ours-experts: $mixture"
   fi
+  task ep-shared-one $shared --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
   task ep-shared $shared $arch.num_layers=$layers $ep=2 $step=16 "${alone[@]}" "${slow[@]}" --only-variants \
     --variant "ours-profile: $profiled"
 }
