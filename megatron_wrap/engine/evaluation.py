@@ -55,7 +55,7 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
             loss = normalized_loss(state, step_weights, len(micro_batches.training), sums)
             for run in loss_micro_batches(state, micro_batches, len(batch), equal_rows=True):
                 state.pipeline_schedule.forward(state.chunks, run, loss, with_predictions=True)
-    reduced = state.reduction.reduce(sums, f"evaluate({name})")
+    reduced = state.reduction.start(sums, f"evaluate({name})").finish()
     return {"loss": reduced.loss, **reduced.flow_metrics}
 
 

@@ -26,6 +26,7 @@ from megatron_wrap.ops.deferred_logits import (
     is_deferred,
     whole_logits,
 )
+from megatron_wrap.platform.base.read_on_host import start_host_copy
 
 _SAME = 1e-6
 """Largest relative difference of an upstream gradient from the known one, a few roundings in fp32."""
@@ -235,17 +236,8 @@ def _difference(upstream: Tensor | None, known: Tensor) -> tuple[list[Tensor | N
         return [-known], lambda: False
     difference = upstream - known
     is_nothing = (difference.abs() <= _SAME * known.abs()).all()
-    if not is_nothing.is_cuda:
-        return [difference], lambda: bool(is_nothing)
-    on_host, copied = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
-    on_host.copy_(is_nothing, non_blocking=True)
-    copied.record()
-
-    def read() -> bool:
-        copied.synchronize()
-        return bool(on_host)
-
-    return [difference], read
+    wait = start_host_copy(is_nothing)
+    return [difference], lambda: bool(wait())
 
 
 def _recomputed(

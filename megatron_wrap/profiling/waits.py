@@ -16,7 +16,7 @@ that was launched longer than this before a wait began was in the GPU's queue.""
 _SHORT = 6.0
 """Microseconds; a shorter gap is that between any two kernels and counts together with all others."""
 _PARTS = (kinds.OPTIMIZER, kinds.LOSS, kinds.DATA)
-"""Work that is named by its kind, because the part of the step says more than the kernel."""
+"""Kinds of work that are named instead of their kernels."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.metric import SUMMANDS, MetricSums, read_reduced
 from megatron_wrap.parallel.collectives import gather_objects, reduce_in_place
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.platform.base.read_on_host import start_host_copy
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,13 @@ class StartedReduction:
         host_waits: threading.Event,
     ) -> None:
         self._vector, self._known, self._values, self._coefficients = vector, known, values, coefficients
-        self._host_waits, self._copied = host_waits, None
-        self._on_host = vector
-        if vector.is_cuda:
-            self._on_host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-            self._on_host.copy_(vector, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._host_waits, self._wait = host_waits, start_host_copy(vector)
 
     def loss_is_finite(self) -> Tensor:
         """Whether the objective will be a finite number, bool with one element on the device."""
-        names = [name for name in self._known if name.startswith(OBJECTIVE)]  # in a row, as all names are sorted
-        begin = sum(SUMMANDS[self._known[name]] for name in itertools.takewhile(lambda n: n not in names, self._known))
-        sums, weights = self._vector[begin:][: 2 * len(names)].view(-1, 2).unbind(1)
+        terms = sum(name.startswith(OBJECTIVE) for name in self._known)  # pairs, one after the other: names are sorted
+        begin = sum(SUMMANDS[kind] for name, kind in self._known.items() if name < OBJECTIVE)
+        sums, weights = self._vector[begin:][: 2 * terms].view(-1, 2).unbind(1)
         counted = weights != 0
         is_finite = ((sums / weights).isfinite() | ~counted).all() & counted.any()
         return is_finite if all(map(math.isfinite, self._coefficients.values())) else torch.zeros_like(is_finite)
@@ -78,9 +72,7 @@ class StartedReduction:
         """
         self._host_waits.set()
         meanwhile()
-        if self._copied is not None:
-            self._copied.synchronize()
-        read: list[float] = self._on_host.tolist()
+        read: list[float] = self._wait().tolist()
         first = sum(SUMMANDS[kind] for kind in self._known.values())
         summed = first + len(self._values)
         after = summed + sum(1 for kind in self._known.values() if SUMMANDS[kind] == 0)
@@ -113,15 +105,15 @@ class MetricReduction:
         """Set when this process has queued all work of a step and waits for the device: work in other threads then
         delays nothing that is to be queued, which would need Python's lock."""
 
-    def reduce(
+    def start(
         self,
         sums: MetricSums,
         kind: str,
         local_values: Mapping[str, Tensor] = MappingProxyType({}),
         copied: Sequence[Tensor] = (),
-    ) -> ReducedMetrics:
-        """Reduce over ranks and copy the result to the host, the only time in a step that the host waits for the
-        device. Collective.
+    ) -> StartedReduction:
+        """Queue the reduction over ranks and the copy of its result to the host, for which the host waits when it calls
+        `finish` of the result, the only time in a step. Collective.
 
         Args:
             sums: of the flow's metrics; only those of the last pipeline stage's tensor-parallel rank 0 are added.
@@ -132,16 +124,6 @@ class MetricReduction:
         Raises:
             FlowError: a rank reports a metric that it did not report in its first step of this kind.
         """
-        return self.start(sums, kind, local_values, copied).finish()
-
-    def start(
-        self,
-        sums: MetricSums,
-        kind: str,
-        local_values: Mapping[str, Tensor] = MappingProxyType({}),
-        copied: Sequence[Tensor] = (),
-    ) -> StartedReduction:
-        """Queue what `reduce` does. Collective."""
         known = self._metric_kinds(sums, kind)
         local = sums if self._parallel.counts_once else MetricSums(self._device)
         numbers, extremes = local.summands(known), local.extremes(known)

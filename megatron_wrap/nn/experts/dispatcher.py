@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_wrap.nn.experts.exchange import exchange_rows
 from megatron_wrap.nn.experts.permutation import RowOrder, row_order, rows_of_tokens, sums_of_rows
 from megatron_wrap.nn.experts.products import DeferredGradient, RowEnds
+from megatron_wrap.platform.base.read_on_host import start_host_copy
 
 
 def can_sort_on_device(config: Any) -> bool:
@@ -151,22 +152,14 @@ class _ExchangeSizes:
 
     def __init__(self, numbers: Tensor, processes: int) -> None:
         self._processes = processes
-        self._copied: torch.cuda.Event | None = None
-        self._numbers = numbers
-        if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._wait = start_host_copy(numbers)
         self._values: list[int] = []
 
     @property
     def values(self) -> list[int]:
         """All numbers."""
         if not self._values:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._values = self._numbers.tolist()
+            self._values = self._wait().tolist()
         return self._values
 
     @property

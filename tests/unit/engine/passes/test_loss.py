@@ -59,7 +59,7 @@ def output() -> Tensor:
 
 
 @pytest.mark.parametrize(("num_microbatches", "dp", "cp"), [(1, 1, 1), (4, 2, 1), (3, 2, 2)])
-def test_the_divisions_of_the_schedule_and_of_ddp_leave_loss_sum_over_weight(num_microbatches, dp, cp):
+def test_the_divisions_of_the_schedule_leave_loss_sum_over_weight(num_microbatches, dp, cp):
     """The schedule divides by micro-batches and by dp * cp; the result is loss_sum / W."""
     taken = normalized(Flow(lambda out: LossOutput(out.sum())), {"": 20.0}, num_microbatches, dp, cp)
     loss = taken(micro_batch(loss=5.0), output())
@@ -89,7 +89,7 @@ def test_a_term_without_weight_in_the_step_is_left_out_of_loss_and_objective():
 def test_the_two_value_return_is_a_mean_over_micro_batches_and_replicas():
     taken = normalized(Flow(lambda out: (out.mean(), {"seen": 1.0})), {"": 123.0}, num_microbatches=4, dp=2, cp=2)
     loss = taken(micro_batch(loss=9.0), output())
-    # complete and equal on both context-parallel ranks, whose gradients DDP averages
+    # complete and equal on both context-parallel ranks, over which the schedule averages
     assert loss.item() == pytest.approx(2.0)
     assert float(reduced(taken.sums)[OBJECTIVE]) == pytest.approx(2.0)
 
