@@ -12,10 +12,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.errors import ConfigError
 from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel, PredictionLayers
 from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.model.vocabulary_padding import mask_padded_vocabulary
 from megatron_wrap.nn.core_attention import TorchCoreAttention
+from megatron_wrap.nn.experts.dispatcher import graph_ends_before_exchange
 from megatron_wrap.nn.experts.router import Router
 from megatron_wrap.nn.kernels.available import has_triton
 from megatron_wrap.nn.latent_attention import LatentAttention, LocalLatentAttention
@@ -146,7 +148,20 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
 
             versions.expert_submodules(layer).experts = GroupedExperts
             versions.use_moe_layer(layer, GroupedMoELayer)
+            if derived.captures_graphs(arch) and graph_ends_before_exchange(request.transformer_config):
+                layer.module = _partly_captured_layer()
     return layer
+
+
+def _partly_captured_layer() -> type:
+    if versions.check_version() < (0, 19):
+        raise ConfigError(
+            "megatron_lm.model.arch.cuda_graph_impl: local needs Megatron-Core 0.19 for layers with experts, "
+            f"and {versions.version()} is installed; write none"
+        )
+    from megatron_wrap.nn.experts.captured_layer import PartlyCapturedLayer
+
+    return PartlyCapturedLayer
 
 
 def _use_linear_attention(layer: Any, norm: Any, transformer_engine: bool) -> None:

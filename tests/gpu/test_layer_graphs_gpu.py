@@ -1,4 +1,5 @@
-"""CUDA graphs of the layers train as the layers themselves, on one GPU, under tensor, data and context parallelism.
+"""CUDA graphs of the layers train as the layers themselves, on one GPU, under tensor, data, context and expert
+parallelism.
 Where a rank hangs, the stacks of all its threads are printed after `LIMIT` seconds, and it ends."""
 
 import faulthandler
@@ -18,11 +19,23 @@ from _started import started
 
 CONFIG = Path(__file__).parents[2] / "scripts/benchmark/overhead.yaml"
 LIMIT = 40
+EXPERTS = {
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 128,
+    "moe_shared_expert_intermediate_size": 128,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_router_dtype": "fp32",
+}
 
 
 def overrides(implementation: str, graphs: bool, *more: str, axis: str = "tensor_model") -> list[str]:
-    """Of a run in bf16 over all processes of an axis: tensor_model (with sequence parallelism), context or data."""
+    """Of a run in bf16 over all processes of an axis: tensor_model (with sequence parallelism), context, data or
+    expert_model, where the layers have experts."""
     arch = "megatron_lm.model.arch"
+    if axis == "expert_model":
+        more += tuple(f"{arch}.{name}={value}" for name, value in EXPERTS.items())
+        more += ("megatron_wrap.logger.add_expert_load_to_metrics=true",)
     return [
         *(
             []
@@ -55,7 +68,8 @@ def train(implementation: str, graphs: bool, axis: str) -> dict:
         for step in range(4):
             phase(f"step {step + 1}")
             begun = time.perf_counter()
-            losses.append(wrap.train(samples)["loss"])
+            metrics = wrap.train(samples)
+            losses += [value for name, value in metrics.items() if name == "loss" or "/" in name or "balancing" in name]
             seconds = time.perf_counter() - begun
             if step in (0, 1):
                 phase("evaluation")
@@ -80,7 +94,10 @@ def train(implementation: str, graphs: bool, axis: str) -> dict:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("size", "axis"), [(1, "data"), (2, "tensor_model"), (2, "data")])
+@pytest.mark.parametrize(
+    ("size", "axis"),
+    [(1, "data"), (2, "tensor_model"), (2, "data"), (1, "expert_model"), (2, "expert_model")],
+)
 def test_graphs_train_as_the_layers_themselves(size, axis, implementation, ranks):
     check(ranks(size), axis, implementation)
 

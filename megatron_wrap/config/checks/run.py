@@ -55,6 +55,9 @@ def _check_graphs(config: RunConfig) -> None:
     if config.arch.transformer_impl == "transformer_engine" and config.parallel.context_parallel_size > 1:
         rule = "Transformer Engine's attention under context parallelism cannot be captured; write torch, or none"
         refuse(config, ["arch.transformer_impl", *keys], rule)
+    if (mode := config.train.router_replay) != "disabled":
+        rule = f"CUDA graphs of layers replay no recorded routing; write none for router_replay {mode}"
+        refuse(config, [*keys, "train.router_replay"], rule)
     if derived.varies_in_length(config):
         rule = "CUDA graphs need micro-batches of one shape; write collate_type: fixed_length without packing, or none"
         refuse(config, [*keys, "flow.flow_key"], rule)

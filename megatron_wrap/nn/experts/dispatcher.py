@@ -8,7 +8,7 @@ experts nor tokens are distributed, else one wait for the sizes of the exchange 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,12 @@ def can_sort_on_device(config: Any) -> bool:
     return config.moe_token_dispatcher_type == "alltoall" and dropless and not config.moe_shared_expert_overlap
 
 
+def graph_ends_before_exchange(config: Any) -> bool:
+    """Whether a CUDA graph of a layer contains what precedes its exchange alone, see `PartlyCapturedLayer`; else it
+    contains all of the layer."""
+    return can_sort_on_device(config) and config.recompute_granularity is None and config.moe_latent_size is None
+
+
 class SortingDispatcher(MoEAlltoAllTokenDispatcher):
     """See `MoEAlltoAllTokenDispatcher` for the arguments.
 
@@ -46,6 +52,8 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
     """Of the tokens that are here by local expert."""
     sizes: _ExchangeSizes | None = None
     """None: nothing is exchanged."""
+    _numbers: Tensor
+    """Of `sizes`, on the device."""
     _deferred: DeferredGradient | None = None
     _waits: tuple[Callable[[], object], ...] = ()
 
@@ -59,12 +67,34 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         """
         self.hidden_shape = hidden_states.shape
         self.routing_map = routing_map
-        if self.ep_size > 1 or self.tp_size > 1:
+        if self._exchanges:
             by_process = routing_map.view(-1, self.ep_size, self.num_local_experts).any(dim=-1)
-            self._exchange_sizes(by_process, routing_map)
+            self._numbers = self._exchange_numbers(by_process, routing_map)
             self.sent = row_order(by_process, min(self.config.moe_router_topk, self.ep_size))
             probs = probs.masked_fill(~routing_map, -1.0)
         return hidden_states.reshape(-1, self.hidden_shape[-1]), probs
+
+    @property
+    def prepared(self) -> tuple[Tensor, ...]:
+        """What `dispatch_preprocess` has left for the phases that follow."""
+        return (self._numbers, *self.sent) if self._exchanges else (self.routing_map,)
+
+    def continue_with(self, prepared: Sequence[Tensor], hidden_shape: torch.Size) -> None:
+        """Continue after a `dispatch_preprocess` that a CUDA graph has replayed.
+
+        Args:
+            prepared: its `prepared`.
+            hidden_shape: of its hidden states.
+        """
+        self.hidden_shape = hidden_shape
+        if self._exchanges:
+            self._numbers, self.sent = prepared[0], RowOrder(*prepared[1:])
+        else:
+            (self.routing_map,) = prepared
+
+    @property
+    def _exchanges(self) -> bool:
+        return self.ep_size > 1 or self.tp_size > 1
 
     def compute_beside_exchange(self, deferred: DeferredGradient) -> None:
         """Compute a gradient in the backward pass of the next `token_dispatch`, during its exchange."""
@@ -73,8 +103,9 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
     def token_dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens that local experts process, and their weights [tokens, L] at these. If they are exchanged, nothing
         but `dispatch_postprocess` may read them."""
-        if self.sizes is None:
+        if not self._exchanges:
             return tokens, weights
+        self.sizes = _ExchangeSizes(self._numbers, self.ep_size)
         send, receive = self.sizes.send, self.sizes.receive
         rows_sent = sum(send)
         self.sent = self.sent._replace(tokens=self.sent.tokens[:rows_sent], cells=self.sent.cells[:rows_sent])
@@ -126,8 +157,9 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         sums = rows if self.sizes is None else sums_of_rows(rows, self.sent)
         return sums.view(self.hidden_shape)
 
-    def _exchange_sizes(self, by_process: Tensor, routing_map: Tensor) -> None:
-        """Gather how many tokens each process sends to each, and how many rows each expert has; set `sizes`.
+    def _exchange_numbers(self, by_process: Tensor, routing_map: Tensor) -> Tensor:
+        """Gather how many tokens each process sends to each, and how many rows each expert has: those of
+        `_ExchangeSizes`.
 
         Args:
             by_process: bool [T, expert-parallel processes]: whether a token is sent to a process.
@@ -139,7 +171,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         of_local_experts = everywhere[:, :, first : first + self.num_local_experts].sum()
         received = everywhere[:, :, self.ep_group.rank()]
         numbers = [local[: self.ep_size], received[:, self.tp_rank], received.sum(dim=0), of_local_experts[None]]
-        self.sizes = _ExchangeSizes(torch.cat(numbers), self.ep_size)
+        return torch.cat(numbers)
 
 
 class _ExchangeSizes:

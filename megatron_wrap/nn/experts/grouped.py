@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_wrap.nn.experts.dispatcher import graph_ends_before_exchange
 from megatron_wrap.nn.experts.products import DeferredGradient, RowEnds, grouped_linear
 from megatron_wrap.nn.kernels.available import has_triton
 from megatron_wrap.platform.megatron_core.first_gradients import replaces_first
@@ -118,7 +119,7 @@ class GroupedLinear(torch.nn.Module):
         memory = {"dtype": config.params_dtype, "device": device}
         self.weight = torch.nn.Parameter(torch.empty(experts, outputs, inputs, **memory))
         self.bias = torch.nn.Parameter(torch.zeros(experts, outputs, **memory)) if config.add_bias_linear else None
-        if self.accumulate and config.cuda_graph_impl == "none":
+        if self.accumulate and (config.cuda_graph_impl == "none" or graph_ends_before_exchange(config)):
             replaces_first(self.weight)
         # Each rank's shard counts in the gradient norm.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=1 + split_dim, stride=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,32 @@ class GroupedMoELayer(MoELayer):
                 pg_collection=named.get("pg_collection") or get_default_pg_collection(),
             )
             self._defers_shared_experts = self.use_shared_expert and self.token_dispatcher.ep_size > 1
+
+    def until_exchange(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, ...]:
+        """The part of the forward pass in which nothing waits for the device, without shared experts: tokens [T, H],
+        the weights of their experts [T, experts], and what `SortingDispatcher.prepared` is.
+
+        Args:
+            hidden_states: [s, b, H].
+            padding_mask: bool [b, s], True on padding.
+        """
+        mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
+        probs, routing_map = self.route(hidden_states, mask)
+        tokens, weights = self.preprocess(hidden_states, probs, routing_map)
+        return tokens, weights, *self.token_dispatcher.prepared
+
+    def from_exchange_on(self, prepared: Sequence[Tensor], shape: torch.Size) -> tuple[Tensor, None]:
+        """The other part, and no bias.
+
+        Args:
+            prepared: of `until_exchange`.
+            shape: of its hidden states.
+        """
+        tokens, weights, *of_dispatcher = prepared
+        self.token_dispatcher.continue_with(of_dispatcher, shape)
+        shared = self.shared_experts_compute(tokens.view(shape))
+        output, _bias = self.routed_experts_compute(*self.dispatch(tokens, weights))
+        return self.postprocess(self.combine(output), shared), None
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
         """See `MoELayer`; None if they are computed later."""

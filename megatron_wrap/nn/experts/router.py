@@ -36,7 +36,8 @@ class Router(TopKRouter):
         super().__init__(**arguments)
         self.router_replay = self.choice = ExpertChoice(group_score_experts)
         self._selection = _selection(self.config, group_score_experts)
-        self.load: Tensor | None = None
+        self.register_buffer("load", None, persistent=False)  # the capture of a CUDA graph keeps the values of buffers
+        self.load: Tensor | None
         """fp32 [experts + 3]: this process's tokens of each expert, tokens, sum of the tokens' entropies and dropped
         assignments since `record_load`, without padding; None: not recorded."""
 
@@ -47,7 +48,9 @@ class Router(TopKRouter):
 
     def record_load(self) -> None:
         """Record `load` from now on, in passes with gradients."""
-        self.load = torch.zeros(self.config.num_moe_experts + 3, device=self.weight.device)
+        if self.load is None:
+            self.load = torch.zeros(self.config.num_moe_experts + 3, device=self.weight.device)
+        self.load.zero_()  # graphs add to this very tensor
 
     def gating(self, input: Tensor) -> Tensor:
         """See `Router.gating` of Megatron-Core."""

@@ -24,6 +24,7 @@ def repair(replacements: Replacements) -> None:
     _replay_in_training_alone(graphs, replacements)
     _keep_random_states(graphs, replacements)
     _keep_saved_inputs(graphs, replacements)
+    _keep_memory_of_parts(graphs, replacements)
     _compare_arguments_fast(graphs, replacements)
 
 
@@ -84,6 +85,23 @@ def _keep_saved_inputs(graphs: Any, replacements: Replacements) -> None:
             release(self, preserve_forward_to_backward_lifetimes)
 
     replacements.set(runner, "_weakref_forward_buffers", release_after_backward)
+
+
+def _keep_memory_of_parts(graphs: Any, replacements: Replacements) -> None:
+    """Keep the memory of a graph that is a part of a layer (`is_captured_in_parts`). Megatron-Core lets the graphs that
+    are captured later use it, the gradients that it returns included. Here operations without a graph read these, while
+    their own gradients are copied into a later graph's memory, which may overlap with it."""
+    runner = graphs._CudaGraphRunner
+    create = runner.create_bwd_graph
+
+    @functools.wraps(create)
+    def create_and_keep(self: Any) -> None:
+        with Replacements() as kept:
+            if getattr(self.base_module, "is_captured_in_parts", False):
+                kept.set(graphs, "make_weakref", lambda tensor, inplace=True: tensor)
+            create(self)
+
+    replacements.set(runner, "create_bwd_graph", create_and_keep)
 
 
 def _compare_arguments_fast(graphs: Any, replacements: Replacements) -> None:

@@ -158,3 +158,23 @@ def test_graphs_end_with_their_model(monkeypatch):
     assert not record.cudagraph_created
     assert cuda_graphs.CudaGraphManager.global_mempool is None
     assert streams == ["default"]
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_parts_of_layers_keep_their_memory(monkeypatch, in_parts):
+    given_away = []
+    give_away = lambda tensor, inplace=True: given_away.append(tensor) or tensor  # noqa: E731
+    monkeypatch.setattr(cuda_graphs, "make_weakref", give_away, raising=False)  # 0.16 does not have it
+    monkeypatch.setattr(
+        cuda_graphs._CudaGraphRunner, "create_bwd_graph", lambda self: cuda_graphs.make_weakref("a gradient")
+    )
+    with Replacements() as replacements:
+        graphs.repair(replacements)
+        runner = cuda_graphs._CudaGraphRunner.__new__(cuda_graphs._CudaGraphRunner)
+        torch.nn.Module.__init__(runner)
+        runner.base_module = torch.nn.Linear(2, 2)
+        runner.base_module.is_captured_in_parts = in_parts
+        runner.create_bwd_graph()
+        assert given_away == ([] if in_parts else ["a gradient"])
+        cuda_graphs.make_weakref("a later one")
+    assert given_away[-1] == "a later one"
