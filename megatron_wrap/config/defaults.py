@@ -90,19 +90,19 @@ def choices(
 
 
 def layer_choices(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None = None) -> tuple[Choice, ...]:
-    """The choices of layers, CUDA graphs and hidden communication under tensor and context parallelism that the
+    """The choices of layers, CUDA graphs and hidden communication under tensor, context and expert parallelism that the
     configuration leaves open; see `choices`."""
     tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
-    if tensor == context == 1:
+    if tensor == context == config.parallel.expert_model_parallel_size == 1:
         return ()
     saved, chosen = saved or {}, []
     with_torch = dataclasses.replace(config, arch=dataclasses.replace(config.arch, transformer_impl="torch"))
     if config.arch.transformer_impl == "auto" and saved.get(LAYERS, "torch") == "torch":
-        faster = _graphs(with_torch, machine) is not None or _hidden_communication(with_torch, machine)[0]
-        if faster and machine.transformer_engine is not None and machine.triton and _has_dense_layers(config):
-            chosen.append(
-                Choice(LAYERS, "torch", "they were measured to be faster where ranks divide layers or sequences")
-            )
+        faster = derived.captures_graphs(config.arch) or _graphs(with_torch, machine) is not None
+        faster = faster or _hidden_communication(with_torch, machine)[0] or _exchanges_tokens(config)
+        if faster and machine.transformer_engine is not None and machine.triton and _has_measured_layers(config):
+            reason = "they were measured to be faster where ranks divide layers, sequences or experts"
+            chosen.append(Choice(LAYERS, "torch", reason))
             config = with_torch
     graphs = _graphs(config, machine)
     if graphs is not None:
@@ -323,11 +323,36 @@ def _hidden_communication(config: RunConfig, machine: Machine) -> tuple[bool, st
     return True, f"products of {tokens:,} tokens hide the communication of sequence parallelism", False
 
 
-def _has_dense_layers(config: RunConfig) -> bool:
-    """Whether torch's layers were measured to be as fast as Transformer Engine's."""
+def _has_measured_layers(config: RunConfig) -> bool:
+    """Whether torch's layers were measured to be as fast as Transformer Engine's in this layout: dense ones, and those
+    with experts under expert parallelism without tensor and context parallelism."""
+    arch, parallel = config.arch, config.parallel
+    if not (arch.linear_attention_freq is arch.mtp_num_layers is fp8_settings(config) is None):
+        return False
+    if arch.num_experts is None:
+        return not arch.multi_latent_attention
+    alone = parallel.tensor_model_parallel_size == parallel.context_parallel_size == 1
+    alone = alone and derived.expert_tensor_parallel_size(parallel) == 1
+    return alone and parallel.expert_model_parallel_size > 1
+
+
+def _exchanges_tokens(config: RunConfig) -> bool:
+    """Whether the host waits in each layer, for the sizes of an exchange of tokens between experts in half precision:
+    afterwards, Python queues torch's layers in less time than Transformer Engine's, 53,608 tokens/s per GPU compared
+    with 48,739 (two H200s with a slow host, 2026-11-26, `gpu_two.sh`, 12 layers of Qwen3-30B-A3B)."""
+    exchanges = config.arch.num_experts is not None and config.parallel.expert_model_parallel_size > 1
+    return exchanges and (config.dtype.bf16 or config.dtype.fp16)
+
+
+def _sorts_on_device(config: RunConfig, machine: Machine) -> bool:
+    """Whether layers have no experts, or those whose exchange `nn/experts/dispatcher.py` prepares on the device."""
     arch = config.arch
-    special = arch.num_experts, arch.linear_attention_freq, arch.mtp_num_layers, fp8_settings(config)
-    return all(value is None for value in special) and not arch.multi_latent_attention
+    if arch.num_experts is None:
+        return True
+    grouped = arch.experts_impl == "grouped_mm" or (arch.experts_impl == "auto" and arch.moe_grouped_gemm is None)
+    others = ("moe_shared_expert_overlap", "moe_expert_capacity_factor", "moe_latent_size")
+    plain = arch.moe_token_dispatcher_type == "alltoall" and not any(map(arch.upstream.get, others))
+    return grouped and machine.grouped_products and plain
 
 
 def _graphs(config: RunConfig, machine: Machine) -> Choice | None:
@@ -340,7 +365,8 @@ def _graphs(config: RunConfig, machine: Machine) -> Choice | None:
         return None
     if has_transformer_engine_layers(config, machine) or config.adapter.adapter_type != "none":
         return None
-    is_plain = _has_dense_layers(config) and config.recompute.recompute_granularity is None
+    is_plain = _has_measured_layers(config) and _sorts_on_device(config, machine)
+    is_plain = is_plain and config.recompute.recompute_granularity is None and config.train.router_replay == "disabled"
     has_one_shape = config.flow.flow_key in _ONE_PASS and not derived.varies_in_length(config)
     one_stage = parallel.pipeline_model_parallel_size == 1
     shares = derived.sequence_parallel(parallel) or parallel.tensor_model_parallel_size == 1

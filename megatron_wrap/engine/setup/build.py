@@ -19,7 +19,6 @@ from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.defaults import FP8_GATHER_FROM
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import token_multiple
-from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.data.indexed.windows import open_indexed
 from megatron_wrap.data.order.sample_sets import first_training_samples
@@ -76,7 +75,7 @@ def build_training_state(
         from_hugging_face: False ignores hf_path and adapter.path, for a caller that loads a checkpoint.
         training: False builds only the model, without gradient buffers and optimizer.
     """
-    seed_everything(config.train.seed, platform, parallel, config.arch)
+    seed_everything(config.train.seed, platform, parallel, _generators_of_graphs(config, platform))
     vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     flow = build_flow(config, tokenizer, vocab_size, parallel)
     prepare_sample = sample_preparation(flow, config) if training else flow.prepare_sample
@@ -196,13 +195,12 @@ def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int
     return model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
 
 
-def seed_everything(seed: int, platform: Platform, parallel: ParallelState, arch: ArchConfig | None = None) -> None:
+def seed_everything(seed: int, platform: Platform, parallel: ParallelState, generators: str | None = None) -> None:
     """Seed Python, numpy, torch and Megatron-Core's tensor-parallel generators, each pipeline stage differently, as in
     Megatron-LM (megatron/training/initialize.py).
 
     Args:
-        arch: of the model that is built next. CUDA graphs of its layers draw from Megatron-Core's generators, which are
-            of another kind then: Transformer Engine's attention accepts its own kind alone.
+        generators: the argument of Megatron-Core's `model_parallel_cuda_manual_seed` that selects another kind of them.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -210,11 +208,18 @@ def seed_everything(seed: int, platform: Platform, parallel: ParallelState, arch
     random.seed(stage_seed)
     numpy.random.seed(stage_seed)
     platform.seed(stage_seed)
-    if arch is None or not derived.captures_graphs(arch):
+    if generators is None:
         model_parallel_cuda_manual_seed(stage_seed)
     else:
-        kind = "te_rng_tracker" if arch.transformer_impl == "transformer_engine" else "use_cudagraphable_rng"
-        model_parallel_cuda_manual_seed(stage_seed, **{kind: True}, force_reset_rng=True)
+        model_parallel_cuda_manual_seed(stage_seed, **{generators: True}, force_reset_rng=True)
+
+
+def _generators_of_graphs(config: RunConfig, platform: Platform) -> str | None:
+    """`generators` of a model whose layers are captured as CUDA graphs, which draw from them. Transformer Engine's
+    attention accepts its own kind alone."""
+    if not derived.captures_graphs(config.arch):
+        return None
+    return "te_rng_tracker" if use_transformer_engine(config, platform) else "use_cudagraphable_rng"
 
 
 @contextlib.contextmanager

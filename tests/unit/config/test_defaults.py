@@ -229,6 +229,10 @@ def test_adam_clips_on_gpus_with_triton(overrides: tuple[str, ...], machine: Mac
 FIXED = (*MEASURED, f"{ARCH}.transformer_impl=auto", "megatron_wrap.flow.collate_type=fixed_length")
 ALONE = (f"{PARALLEL}.tensor_model_parallel_size=1", f"{PARALLEL}.sequence_parallel=null")
 CONTEXT = (*FIXED, *ALONE, f"{PARALLEL}.context_parallel_size=2")
+EXPERTS = (
+    *(*FIXED, *ALONE, f"{PARALLEL}.expert_model_parallel_size=2", f"{ARCH}.num_experts=8"),
+    *(f"{ARCH}.moe_router_topk=2", f"{ARCH}.moe_ffn_hidden_size=64"),
+)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +269,20 @@ CONTEXT = (*FIXED, *ALONE, f"{PARALLEL}.context_parallel_size=2")
             "1",
         ),
         ((*CONTEXT, f"{PARALLEL}.pipeline_model_parallel_size=2"), GPU, None, None, "1"),
+        (
+            (*CONTEXT, f"{ARCH}.cuda_graph_impl=local", f"{PARALLEL}.cp_comm_type=all_gather"),
+            GPU,
+            "torch",
+            "local",
+            "1",
+        ),
+        (EXPERTS, GPU, "torch", "local", "32"),
+        ((*EXPERTS, f"{PARALLEL}.expert_model_parallel_size=1"), GPU, None, None, "32"),
+        ((*EXPERTS, "megatron_wrap.flow.collate_type=dynamic_length"), GPU, "torch", None, "32"),
+        ((*EXPERTS, f"{ARCH}.moe_expert_capacity_factor=1.0"), GPU, "torch", None, "32"),
+        ((*EXPERTS, "megatron_lm.train.common.router_replay=R3"), GPU, "torch", None, "32"),
+        ((*EXPERTS, f"{PARALLEL}.tensor_model_parallel_size=2"), GPU, None, None, "1"),
+        ((*EXPERTS, "megatron_lm.train.dtype.__select__=fp32"), GPU, None, None, "32"),
     ],
 )
 def test_layers_and_graphs_of_divided_layers_are_the_fastest_measured(
@@ -272,7 +290,8 @@ def test_layers_and_graphs_of_divided_layers_are_the_fastest_measured(
 ) -> None:
     config = load(*overrides, run="tiny-llama-sft")
     chosen = values(config, machine, 1)
-    assert (chosen.get(LAYERS), chosen.get(GRAPHS)) == (layers, graphs)
+    given = config.arch.upstream.get("cuda_graph_impl")
+    assert (chosen.get(LAYERS), chosen.get(GRAPHS, given if given != "none" else None)) == (layers, graphs)
     assert cuda_connections(config, machine, None).value == queues
     decided = with_choices(config, choices(config, machine, 1))
     assert derived.captures_graphs(decided.arch) == (graphs == "local")
