@@ -130,6 +130,14 @@ def gather_tensors(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     return parts
 
 
+def gather_first_dim(share: Tensor, group: ProcessGroup) -> Tensor:
+    """All-gather of a tensor (same shape on each rank), concatenated along its first dimension in rank order; without
+    autograd, and for a GPU nothing but one collective."""
+    whole = share.new_empty((group.size() * share.shape[0], *share.shape[1:]))
+    dist.all_gather_into_tensor(whole, share.contiguous(), group=group)
+    return whole
+
+
 def gathering(share: Tensor, group: ProcessGroup, *, includes_self: bool = True) -> Callable[[], Tensor]:
     """Begin to gather the ranks' shares (same shape on each) along the first dimension; call the result to wait for
     them. They are valid until the group's next gathering begins. Without autograd.

@@ -8,6 +8,7 @@ experts nor tokens are distributed, else one wait for the sizes of the exchange 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from megatron_wrap.nn.experts.exchange import exchange_rows
 from megatron_wrap.nn.experts.permutation import RowOrder, row_order, rows_of_tokens, sums_of_rows
 from megatron_wrap.nn.experts.products import DeferredGradient, RowEnds
+from megatron_wrap.parallel.collectives import gather_first_dim
 from megatron_wrap.platform.base.read_on_host import start_host_copy
 
 
@@ -47,19 +49,19 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     sent: RowOrder
-    """Of this process's tokens by the process to which they are sent, without its number of rows."""
+    """Of this process's tokens by the process to which they are sent."""
     order: RowOrder
     """Of the tokens that are here by local expert."""
     sizes: _ExchangeSizes | None = None
     """None: nothing is exchanged."""
-    _numbers: Tensor
+    _counts: Tensor
     """Of `sizes`, on the device."""
     _deferred: DeferredGradient | None = None
-    _waits: tuple[Callable[[], object], ...] = ()
+    _wait: Callable[[], None] | None = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [T, H] of the hidden states [..., H], and the weights [T, experts] of their experts, negative where an
-        expert does not process a token, if they are exchanged.
+        """Tokens [T, H] of the hidden states [..., H], and the weights [T, experts] of their experts. Nothing waits for
+        a GPU, and no shape depends on values, so that a CUDA graph can contain this.
 
         Args:
             routing_map: bool [T, experts].
@@ -68,16 +70,15 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         self.hidden_shape = hidden_states.shape
         self.routing_map = routing_map
         if self._exchanges:
-            by_process = routing_map.view(-1, self.ep_size, self.num_local_experts).any(dim=-1)
-            self._numbers = self._exchange_numbers(by_process, routing_map)
-            self.sent = row_order(by_process, min(self.config.moe_router_topk, self.ep_size))
-            probs = probs.masked_fill(~routing_map, -1.0)
+            width = min(self.config.moe_router_topk, self.ep_size)
+            self.sent = row_order(routing_map, self.ep_size, width)
+            self._counts = gather_first_dim(self.sent.totals, self.tp_ep_group)
         return hidden_states.reshape(-1, self.hidden_shape[-1]), probs
 
     @property
     def prepared(self) -> tuple[Tensor, ...]:
         """What `dispatch_preprocess` has left for the phases that follow."""
-        return (self._numbers, *self.sent) if self._exchanges else (self.routing_map,)
+        return (self.routing_map, self._counts, *self.sent) if self._exchanges else (self.routing_map,)
 
     def continue_with(self, prepared: Sequence[Tensor], hidden_shape: torch.Size) -> None:
         """Continue after a `dispatch_preprocess` that a CUDA graph has replayed.
@@ -86,11 +87,9 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
             prepared: its `prepared`.
             hidden_shape: of its hidden states.
         """
-        self.hidden_shape = hidden_shape
+        self.hidden_shape, self.routing_map = hidden_shape, prepared[0]
         if self._exchanges:
-            self._numbers, self.sent = prepared[0], RowOrder(*prepared[1:])
-        else:
-            (self.routing_map,) = prepared
+            self._counts, self.sent = prepared[1], RowOrder(*prepared[2:])
 
     @property
     def _exchanges(self) -> bool:
@@ -101,38 +100,33 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         self._deferred = deferred
 
     def token_dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens that local experts process, and their weights [tokens, L] at these. If they are exchanged, nothing
-        but `dispatch_postprocess` may read them."""
+        """The tokens that local experts process, and their weights [tokens, L] at these, if they are exchanged negative
+        where an expert does not process a token; then nothing but `dispatch_postprocess` may read them."""
         if not self._exchanges:
             return tokens, weights
-        self.sizes = _ExchangeSizes(self._numbers, self.ep_size)
+        self.sizes = _ExchangeSizes(self._counts, self.ep_group.rank(), self.tp_rank, self.tp_size)
         send, receive = self.sizes.send, self.sizes.receive
-        rows_sent = sum(send)
-        self.sent = self.sent._replace(tokens=self.sent.tokens[:rows_sent], cells=self.sent.cells[:rows_sent])
-        rows = rows_of_tokens(tokens, self.sent)
-        of_rows = self.sent.weights_of_rows(weights.view(-1, self.ep_size, self.num_local_experts))
+        of_rows = rows_of_tokens(tokens, weights, self.sent, sum(send), self.routing_map)
         deferred, self._deferred = self._deferred, None
-        received, wait_for_rows = exchange_rows(rows, self.ep_group, receive, send, deferred)
-        of_received, wait_for_weights = exchange_rows(of_rows, self.ep_group, receive, send)
-        self._waits = (wait_for_rows, wait_for_weights)
+        (received, of_received), self._wait = exchange_rows(of_rows, self.ep_group, receive, send, deferred)
         return received, of_received
 
     def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, RowEnds, Tensor]:
         """Rows [R, H] of the local experts sorted by expert, where those of each end, and the weights [R]."""
-        for wait in self._waits:
-            wait()
-        self._waits = ()
-        if self.sizes is not None and self.tp_size > 1:
-            sizes = self.sizes.of_tensor_ranks
-            tokens = gather_from_sequence_parallel_region(tokens, group=self.tp_group, output_split_sizes=sizes)
-            weights = gather_from_sequence_parallel_region(weights, group=self.tp_group, output_split_sizes=sizes)
-        most = min(self.config.moe_router_topk, self.num_local_experts)
-        if self.sizes is None:
-            self.order = row_order(self.routing_map, most)
-        else:  # a weight that is not a number is one of a row, whose loss is then refused
-            self.order = row_order(~(weights.detach() < 0), most, self.sizes.rows)
-        rows = rows_of_tokens(tokens, self.order)
-        return rows, RowEnds(self.order.ends), self.order.weights_of_rows(weights)
+        members, topk = self.routing_map, self.config.moe_router_topk
+        rows = members.shape[0] * topk
+        if self.sizes is not None:
+            wait, self._wait = self._wait, None
+            if wait is not None:
+                wait()
+            if self.tp_size > 1:
+                sizes = self.sizes.of_tensor_ranks
+                tokens = gather_from_sequence_parallel_region(tokens, group=self.tp_group, output_split_sizes=sizes)
+                weights = gather_from_sequence_parallel_region(weights, group=self.tp_group, output_split_sizes=sizes)
+            members, rows = weights.detach(), self.sizes.rows
+        self.order = row_order(members, self.num_local_experts, min(topk, self.num_local_experts))
+        of_rows, weights_of_rows = rows_of_tokens(tokens, weights, self.order, rows)
+        return of_rows, RowEnds(self.order.ends), weights_of_rows
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums over the local experts of each token; partial sums of tensor-parallel experts are added up."""
@@ -148,7 +142,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         """Send the sums back to the processes of their tokens."""
         if self.sizes is None:
             return hidden_states
-        received, wait = exchange_rows(hidden_states, self.ep_group, self.sizes.send, self.sizes.receive)
+        (received,), wait = exchange_rows((hidden_states,), self.ep_group, self.sizes.send, self.sizes.receive)
         wait()
         return received
 
@@ -157,59 +151,52 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         sums = rows if self.sizes is None else sums_of_rows(rows, self.sent)
         return sums.view(self.hidden_shape)
 
-    def _exchange_numbers(self, by_process: Tensor, routing_map: Tensor) -> Tensor:
-        """Gather how many tokens each process sends to each, and how many rows each expert has: those of
-        `_ExchangeSizes`.
-
-        Args:
-            by_process: bool [T, expert-parallel processes]: whether a token is sent to a process.
-        """
-        local = torch.cat([by_process.sum(dim=0), routing_map.sum(dim=0)])
-        everywhere = gather_from_sequence_parallel_region(local, group=self.tp_ep_group)
-        everywhere = everywhere.view(self.ep_size, self.tp_size, -1)  # [expert-parallel rank, tensor-parallel rank, :]
-        first = self.ep_size + self.local_expert_indices[0]
-        of_local_experts = everywhere[:, :, first : first + self.num_local_experts].sum()
-        received = everywhere[:, :, self.ep_group.rank()]
-        numbers = [local[: self.ep_size], received[:, self.tp_rank], received.sum(dim=0), of_local_experts[None]]
-        return torch.cat(numbers)
-
 
 class _ExchangeSizes:
     """Numbers of rows of an exchange on the host; the first access waits for their copy, which began earlier.
 
     Args:
-        numbers: integers on the device: tokens sent to each of the `processes`, tokens received from each, tokens
-            received by each tensor-parallel process, rows of the local experts.
+        counts: int32 on the device, for each expert-parallel rank, then tensor-parallel rank [3, expert-parallel
+            processes]: `RowOrder.totals` of the tokens that it sends.
+        expert_rank: of this process.
+        tensor_rank: of this process.
+        tensor_size: the processes that share the local experts.
     """
 
-    def __init__(self, numbers: Tensor, processes: int) -> None:
-        self._processes = processes
-        self._wait = start_host_copy(numbers)
-        self._values: list[int] = []
+    def __init__(self, counts: Tensor, expert_rank: int, tensor_rank: int, tensor_size: int) -> None:
+        self._wait = start_host_copy(counts)
+        self._expert_rank, self._tensor_rank, self._tensor_size = expert_rank, tensor_rank, tensor_size
 
-    @property
-    def values(self) -> list[int]:
-        """All numbers."""
-        if not self._values:
-            self._values = self._wait().tolist()
-        return self._values
+    @functools.cached_property
+    def _counts(self) -> Tensor:
+        """[expert-parallel rank, tensor-parallel rank, 3, receiving expert-parallel rank]."""
+        counts = self._wait()
+        return counts.view(-1, self._tensor_size, 3, counts.shape[1])
 
-    @property
+    @functools.cached_property
+    def _received(self) -> list[list[list[int]]]:
+        """[expert-parallel rank][tensor-parallel rank]: tokens that it sends to this expert-parallel rank, and their
+        rows there."""
+        received: list[list[list[int]]] = self._counts[:, :, 1:, self._expert_rank].tolist()
+        return received
+
+    @functools.cached_property
     def send(self) -> list[int]:
         """Tokens sent to each expert-parallel process."""
-        return self.values[: self._processes]
+        sent: list[int] = self._counts[self._expert_rank, self._tensor_rank, 1].tolist()
+        return sent
 
-    @property
+    @functools.cached_property
     def receive(self) -> list[int]:
         """Tokens received from each."""
-        return self.values[self._processes : 2 * self._processes]
+        return [ranks[self._tensor_rank][0] for ranks in self._received]
 
-    @property
+    @functools.cached_property
     def of_tensor_ranks(self) -> list[int]:
         """Tokens received by each process that shares the local experts."""
-        return self.values[2 * self._processes : -1]
+        return [sum(ranks[rank][0] for ranks in self._received) for rank in range(self._tensor_size)]
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of the local experts."""
-        return self.values[-1]
+        return sum(rows for ranks in self._received for _tokens, rows in ranks)

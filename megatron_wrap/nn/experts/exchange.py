@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,17 @@ from megatron_wrap.parallel.collectives import start_exchange
 
 
 def exchange_rows(
-    rows: Tensor, group: Any, receive: list[int], send: list[int], deferred: DeferredGradient | None = None
-) -> tuple[Tensor, Callable[[], object]]:
-    """Begin to exchange rows: those [sum(receive), ...] that the processes of the group send to this one, and a
-    function that must be called before they are used.
+    tensors: Sequence[Tensor],
+    group: Any,
+    receive: list[int],
+    send: list[int],
+    deferred: DeferredGradient | None = None,
+) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+    """Begin to exchange rows: for each tensor those [sum(receive), ...] that the processes of the group send to this
+    one, and a function that must be called before they are used.
 
     Args:
-        rows: [sum(send), ...], sorted by receiver.
+        tensors: [sum(send), ...] each, sorted by receiver.
         group: process group.
         receive: rows from each process of the group.
         send: rows to each.
@@ -28,30 +32,45 @@ def exchange_rows(
     """
     waits: list[Callable[[], object]] = []
     weight = None if deferred is None else deferred.weight
-    received: Tensor = _Exchange.apply(rows, weight, group, receive, send, deferred, waits)
-    return received, waits[0]
+    received: tuple[Tensor, ...] = _Exchange.apply(group, receive, send, deferred, waits, weight, *tensors)
+
+    def wait() -> None:
+        for each in waits:
+            each()
+
+    return received, wait
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows: Tensor,
-        _weight: Tensor | None,
         group: Any,
         receive: list[int],
         send: list[int],
         deferred: DeferredGradient | None,
         waits: list[Callable[[], object]],
-    ) -> Tensor:
+        _weight: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.group, ctx.receive, ctx.send, ctx.deferred = group, receive, send, deferred
-        received, wait = start_exchange(rows, receive, send, group)
-        waits.append(wait)
-        return received
+        received = []
+        for tensor in tensors:
+            rows, wait = start_exchange(tensor, receive, send, group)
+            received.append(rows)
+            waits.append(wait)
+        return tuple(received)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        of_rows, wait = start_exchange(grads[0], ctx.send, ctx.receive, ctx.group)
+        exchanges = [
+            start_exchange(grad, ctx.send, ctx.receive, ctx.group) if is_needed else None
+            for grad, is_needed in zip(grads, ctx.needs_input_grad[-len(grads) :], strict=True)
+        ]
         of_weight = None if ctx.deferred is None else ctx.deferred.compute()
-        wait()
-        return of_rows, of_weight, None, None, None, None, None
+        of_tensors = []
+        for exchange in exchanges:
+            if exchange is not None:
+                exchange[1]()
+            of_tensors.append(None if exchange is None else exchange[0])
+        return None, None, None, None, None, of_weight, *of_tensors

@@ -1,8 +1,7 @@
 """Which row of the experts' input is which token, and the movement of rows in both directions.
 
-Everything is computed on the tokens' device, in a number of operations that does not depend on the number of experts,
-and nothing waits for a GPU. No two values are added to one element in an order that varies, so two runs give equal
-bits.
+On a GPU everything is computed there, in a number of kernels that does not depend on the number of experts, and nothing
+waits for it. No two values are added to one element in an order that varies, so two runs give equal bits.
 """
 
 from __future__ import annotations
@@ -18,107 +17,143 @@ from megatron_wrap.nn.kernels.available import has_triton
 class RowOrder(NamedTuple):
     """Rows of T tokens for G groups, such as experts or processes, sorted by group, then by token."""
 
-    tokens: Tensor
-    """int64 [R]: the token of each row."""
-    cells: Tensor
-    """int64 [R]: the token of each row times G, plus its group."""
     rows: Tensor
     """int64 [T, width]: the rows of each token, in the order of their groups; then -1."""
-    ends: Tensor
-    """int32 [G]: 1 + the index of each group's last row."""
+    totals: Tensor
+    """int32 [3, G] of each group: 1 + the index of its last row, its number of rows, and of members."""
 
-    def weights_of_rows(self, weights: Tensor) -> Tensor:
-        """[R, ...]: of the weights [T, G, ...], those of each row's token and group."""
-        result: Tensor = _Chosen.apply(weights, self.cells)
-        return result
+    @property
+    def ends(self) -> Tensor:
+        """int32 [G]: 1 + the index of each group's last row."""
+        return self.totals[0]
 
 
-def row_order(mask: Tensor, width: int, total: int | None = None) -> RowOrder:
+def row_order(members: Tensor, groups: int, width: int) -> RowOrder:
     """The order of rows.
 
     Args:
-        mask: bool [T, G]: whether a token has a row in a group.
+        members: [T, G * n], bool or the weights of members: a token has a row in a group if at least one of the group's
+            n values is true, or not negative.
+        groups: G.
         width: largest number of rows of a token.
-        total: the number of rows (R); None: every token has `width`.
     """
-    tokens, groups = mask.shape
-    most = tokens * width
-    size = most if total is None else total
-    if mask.is_cuda and has_triton():
+    if members.is_cuda and has_triton():
         from megatron_wrap.nn.kernels.row_order import order_rows
 
-        of_rows, cells, rows, ends = order_rows(mask, width)
-        return RowOrder(of_rows[:size], cells[:size], rows, ends)
-    by_group = mask.t().contiguous()
-    slots = torch.where(by_group, by_group.flatten().cumsum(0).view(groups, tokens) - 1, most)
-    numbers = torch.arange(tokens, device=mask.device)
-    # values without a row fall on the last element, which is cut off
-    indices = torch.arange(tokens * groups, device=mask.device).view(tokens, groups).t().flatten()
-    cells = numbers.new_zeros(most + 1).scatter_(0, slots.flatten(), indices)[:size]
-    ranks = torch.where(mask, mask.cumsum(1) - 1 + numbers[:, None] * width, most)
-    rows = slots.new_full((most + 1,), -1).scatter_(0, ranks.flatten(), slots.t().flatten())
-    ends = mask.sum(0).cumsum(0).to(torch.int32)
-    return RowOrder(cells // groups, cells, rows[:most].view(tokens, width), ends)
+        return RowOrder(*order_rows(members, groups, width))
+    if members.is_floating_point():
+        members = ~(members < 0)  # a weight that is not a number is one of a member, whose loss is then refused
+    by_group = members.unflatten(1, (groups, members.shape[1] // groups))
+    mask = by_group.any(dim=2)
+    group, token = mask.t().nonzero(as_tuple=True)
+    rows = token.new_full((len(mask), width), -1)
+    rows[token, (mask.cumsum(1) - 1)[token, group]] = torch.arange(len(token), device=mask.device)
+    counts = mask.sum(0)
+    return RowOrder(rows, torch.stack([counts.cumsum(0), counts, by_group.sum((0, 2))]).to(torch.int32))
 
 
-def rows_of_tokens(tokens: Tensor, order: RowOrder) -> Tensor:
-    """The rows [R, H] of tokens [T, H]."""
-    result: Tensor = _Spread.apply(tokens, order.tokens, order.rows)
+def rows_of_tokens(
+    tokens: Tensor, weights: Tensor, order: RowOrder, total: int, members: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The rows [R, H] of tokens [T, H], and the weights [R, n] of each row's group.
+
+    Args:
+        weights: [T, G * n].
+        total: the number of rows (R).
+        members: bool [T, G * n]: a row's weight is -1 where it is false. None: n is 1, and the rows' weights are [R].
+    """
+    result: tuple[Tensor, Tensor] = _Spread.apply(tokens, weights, members, *order, total)
     return result
 
 
 def sums_of_rows(rows: Tensor, order: RowOrder) -> Tensor:
     """[T, H]: the sum of each token's rows, of [R, H]."""
-    result: Tensor = _Sum.apply(rows, order.tokens, order.rows)
+    result: Tensor = _Sum.apply(rows, order.rows)
     return result
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_of_token)
-        return _spread_rows(tokens, token_of_row, rows_of_token)
+    def forward(
+        ctx: Any, tokens: Tensor, weights: Tensor, members: Tensor | None, rows: Tensor, totals: Tensor, total: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(members, rows, totals)
+        of_rows = _spread_with_weights(tokens, weights, members, rows, totals, total)
+        return of_rows if members is not None else (of_rows[0], of_rows[1].view(-1))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (rows_of_token,) = ctx.saved_tensors
-        return _sum_rows(grads[0], rows_of_token), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        members, rows, totals = ctx.saved_tensors
+        of_weights = grads[1].view(-1, 1) if members is None else grads[1]
+        return *_sum_with_weights(grads[0], of_weights, members, rows, totals), None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
-        ctx.save_for_backward(token_of_row, rows_of_token)
+    def forward(ctx: Any, rows: Tensor, rows_of_token: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_of_token)
+        ctx.total = rows.shape[0]
         return _sum_rows(rows, rows_of_token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        token_of_row, rows_of_token = ctx.saved_tensors
-        return _spread_rows(grads[0], token_of_row, rows_of_token), None, None
-
-
-class _Chosen(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, cells: Tensor) -> Tensor:
-        ctx.save_for_backward(cells)
-        ctx.shape = weights.shape
-        return weights.flatten(0, 1).index_select(0, cells)
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (cells,) = ctx.saved_tensors
-        of_all = grads[0].new_zeros(ctx.shape)
-        of_all.flatten(0, 1).index_copy_(0, cells, grads[0])  # a cell has one row
-        return of_all, None
+        (rows_of_token,) = ctx.saved_tensors
+        return _spread_rows(grads[0], rows_of_token, ctx.total), None
 
 
-def _spread_rows(tokens: Tensor, token_of_row: Tensor, rows_of_token: Tensor) -> Tensor:
+def _spread_with_weights(
+    tokens: Tensor, weights: Tensor, members: Tensor | None, rows: Tensor, totals: Tensor, total: int
+) -> tuple[Tensor, Tensor]:
+    """The rows [R, H] of tokens [T, H], and their weights [R, n] of [T, G * n]."""
+    groups = totals.shape[1]
+    if tokens.is_cuda and has_triton():
+        from megatron_wrap.nn.kernels.expert_rows import spread_with_weights
+
+        members = None if members is None else members.contiguous()
+        return spread_with_weights(tokens.contiguous(), weights.contiguous(), members, rows, totals, groups, total)
+    if members is not None:
+        weights = weights.masked_fill(~members, -1.0)
+    token = _token_of_row(rows, total)
+    by_group = weights.unflatten(1, (groups, weights.shape[1] // groups))
+    return tokens.index_select(0, token), by_group[token, _group_of_row(totals, total)]
+
+
+def _sum_with_weights(
+    of_rows: Tensor, of_weights: Tensor, members: Tensor | None, rows: Tensor, totals: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The adjoint of `_spread_with_weights`: [T, H] and [T, G * n] of [R, H] and [R, n]."""
+    total, groups = of_rows.shape[0], totals.shape[1]
+    if of_rows.is_cuda and has_triton():
+        from megatron_wrap.nn.kernels.expert_rows import sum_with_weights
+
+        members = None if members is None else members.contiguous()
+        return sum_with_weights(of_rows.contiguous(), of_weights.contiguous(), members, rows, totals, groups)
+    of_all = of_weights.new_zeros((rows.shape[0], groups, of_weights.shape[1]))
+    of_all[_token_of_row(rows, total), _group_of_row(totals, total)] = of_weights  # a cell has one row
+    of_all = of_all.flatten(1)
+    return _sum_rows(of_rows, rows), of_all if members is None else of_all.masked_fill(~members, 0.0)
+
+
+def _token_of_row(rows: Tensor, total: int) -> Tensor:
+    """int64 [total]: the token of each row, of the rows of each token."""
+    is_row = rows >= 0
+    result = rows.new_empty(total)
+    result[rows[is_row]] = is_row.nonzero()[:, 0]
+    return result
+
+
+def _group_of_row(totals: Tensor, total: int) -> Tensor:
+    """int64 [total]: the group of each row."""
+    return torch.searchsorted(totals[0], torch.arange(total, dtype=totals.dtype, device=totals.device), right=True)
+
+
+def _spread_rows(tokens: Tensor, rows: Tensor, total: int) -> Tensor:
     """The rows [R, H] of tokens [T, H]."""
     if tokens.is_cuda and has_triton():
         from megatron_wrap.nn.kernels.expert_rows import spread_rows
 
-        return spread_rows(tokens.contiguous(), rows_of_token, token_of_row.shape[0])
-    return tokens.index_select(0, token_of_row)
+        return spread_rows(tokens.contiguous(), rows, total)
+    return tokens.index_select(0, _token_of_row(rows, total))
 
 
 def _sum_rows(rows: Tensor, rows_of_token: Tensor) -> Tensor:

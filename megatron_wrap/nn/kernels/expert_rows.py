@@ -3,24 +3,33 @@ Import it only where Triton is installed."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
+_WEIGHTS = 256
+"""Of a program that moves weights."""
 
 
 @triton.jit
-def _sum_rows_kernel(rows, indices, out, columns, count: tl.constexpr, block: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
+def _sum_token(rows, indices, out, token, first, columns, count: tl.constexpr, block: tl.constexpr):
+    column = first + tl.arange(0, block)
     inside = column < columns
     total = tl.zeros([block], dtype=tl.float32)
     for number in range(count):
         row = tl.load(indices + token * count + number).to(tl.int64)
         total += tl.load(rows + row * columns + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_rows_kernel(rows, indices, out, columns, count: tl.constexpr, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    _sum_token(rows, indices, out, token, tl.program_id(1) * block, columns, count, block)
 
 
 def sum_rows(rows: Tensor, indices: Tensor) -> Tensor:
@@ -44,14 +53,19 @@ def sum_rows(rows: Tensor, indices: Tensor) -> Tensor:
 
 
 @triton.jit
-def _spread_rows_kernel(tokens, indices, out, columns, count: tl.constexpr, block: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
+def _spread_token(tokens, indices, out, token, first, columns, count: tl.constexpr, block: tl.constexpr):
+    column = first + tl.arange(0, block)
     inside = column < columns
     values = tl.load(tokens + token * columns + column, mask=inside)
     for number in range(count):
         row = tl.load(indices + token * count + number).to(tl.int64)
         tl.store(out + row * columns + column, values, mask=inside & (row >= 0))
+
+
+@triton.jit
+def _spread_rows_kernel(tokens, indices, out, columns, count: tl.constexpr, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    _spread_token(tokens, indices, out, token, tl.program_id(1) * block, columns, count, block)
 
 
 def spread_rows(tokens: Tensor, indices: Tensor, total: int) -> Tensor:
@@ -71,3 +85,185 @@ def spread_rows(tokens: Tensor, indices: Tensor, total: int) -> Tensor:
         grid = (tokens.shape[0], triton.cdiv(columns, block))
         _spread_rows_kernel[grid](tokens, indices.contiguous(), out, columns, count=count, block=block, num_warps=4)
     return out
+
+
+@triton.jit
+def _cells(
+    indices,
+    ends,
+    first,
+    tokens,
+    groups,
+    each,
+    count: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_groups: tl.constexpr,
+    block_each: tl.constexpr,
+):
+    """Of the weights [tokens, groups, each] from a first token on: which are inside, their offsets, which have a row,
+    and their offsets in the rows' weights [R, each]."""
+    token = first + tl.arange(0, block_tokens)
+    group = tl.arange(0, block_groups)
+    number = tl.arange(0, block_each)
+    end = tl.load(ends + group, mask=group < groups, other=0)
+    begin = tl.load(ends + group - 1, mask=(group > 0) & (group < groups), other=0)
+    row = tl.full([block_tokens, block_groups], -1, tl.int32)
+    source = indices + token.to(tl.int64) * count
+    for place in range(count):
+        of_token = tl.load(source + place, mask=token < tokens, other=-1).to(tl.int32)[:, None]
+        row = tl.where((of_token >= begin[None, :]) & (of_token < end[None, :]), of_token, row)
+    column = group[:, None] * each + number[None, :]
+    is_column = (group < groups)[:, None] & (number < each)[None, :]
+    inside = (token < tokens)[:, None, None] & is_column[None, :, :]
+    offset = token.to(tl.int64)[:, None, None] * (groups * each) + column[None, :, :]
+    has_row = inside & (row >= 0)[:, :, None]
+    return inside, offset, has_row, row[:, :, None].to(tl.int64) * each + number[None, None, :]
+
+
+@triton.jit(do_not_specialize=["count_tokens", "weight_programs"])
+def _spread_with_weights_kernel(
+    tokens,
+    weights,
+    members,
+    indices,
+    ends,
+    out,
+    out_weights,
+    count_tokens,
+    weight_programs,
+    columns,
+    groups,
+    each,
+    masked: tl.constexpr,
+    count: tl.constexpr,
+    block: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_groups: tl.constexpr,
+    block_each: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < weight_programs:
+        first = program * block_tokens
+        _inside, offset, has_row, target = _cells(
+            indices, ends, first, count_tokens, groups, each, count, block_tokens, block_groups, block_each
+        )
+        is_read = has_row
+        if masked:
+            is_read = is_read & (tl.load(members + offset, mask=has_row, other=0) != 0)
+        value = tl.load(weights + offset, mask=is_read, other=-1.0)
+        tl.store(out_weights + target, value, mask=has_row)
+    else:
+        of_tokens = program - weight_programs
+        blocks = tl.cdiv(columns, block)
+        token = (of_tokens // blocks).to(tl.int64)
+        _spread_token(tokens, indices, out, token, (of_tokens % blocks) * block, columns, count, block)
+
+
+@triton.jit(do_not_specialize=["count_tokens", "weight_programs"])
+def _sum_with_weights_kernel(
+    rows,
+    weights,
+    members,
+    indices,
+    ends,
+    out,
+    out_weights,
+    count_tokens,
+    weight_programs,
+    columns,
+    groups,
+    each,
+    masked: tl.constexpr,
+    count: tl.constexpr,
+    block: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_groups: tl.constexpr,
+    block_each: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < weight_programs:
+        first = program * block_tokens
+        inside, offset, is_read, source = _cells(
+            indices, ends, first, count_tokens, groups, each, count, block_tokens, block_groups, block_each
+        )
+        if masked:
+            is_read = is_read & (tl.load(members + offset, mask=is_read, other=0) != 0)
+        tl.store(out_weights + offset, tl.load(weights + source, mask=is_read, other=0.0), mask=inside)
+    else:
+        of_tokens = program - weight_programs
+        blocks = tl.cdiv(columns, block)
+        token = (of_tokens // blocks).to(tl.int64)
+        _sum_token(rows, indices, out, token, (of_tokens % blocks) * block, columns, count, block)
+
+
+def spread_with_weights(
+    tokens: Tensor, weights: Tensor, members: Tensor | None, indices: Tensor, ends: Tensor, groups: int, total: int
+) -> tuple[Tensor, Tensor]:
+    """`spread_rows` of tokens, and of the weights of each row's group, in one kernel.
+
+    Args:
+        tokens: [T, H], contiguous, on a GPU.
+        weights: [T, G * n], contiguous.
+        members: bool [T, G * n], contiguous; a weight is -1 where it is false. None: all are true.
+        indices: int64 [T, k], contiguous, as those of `spread_rows`.
+        ends: int32 [G] or more, of which the first G are 1 plus the last row of each group.
+        groups: G.
+        total: the number of rows (R).
+
+    Returns:
+        [R, H] and [R, n] in the dtypes of the tokens and the weights.
+    """
+    each = weights.shape[1] // groups
+    out = torch.empty(total, tokens.shape[1], dtype=tokens.dtype, device=tokens.device)
+    out_weights = torch.empty(total, each, dtype=weights.dtype, device=tokens.device)
+    if total:
+        grid, sizes, form = _launch(tokens.shape, indices.shape[1], groups, each)
+        mask = weights if members is None else members.view(torch.uint8)
+        _spread_with_weights_kernel[grid](
+            *(tokens, weights, mask, indices, ends, out, out_weights, *sizes), masked=members is not None, **form
+        )
+    return out, out_weights
+
+
+def sum_with_weights(
+    rows: Tensor, weights: Tensor, members: Tensor | None, indices: Tensor, ends: Tensor, groups: int
+) -> tuple[Tensor, Tensor]:
+    """The adjoint of `spread_with_weights`: `sum_rows`, and the weights [T, G * n], 0 where they have no row or are no
+    members, in one kernel.
+
+    Args:
+        rows: [R, H], contiguous, on a GPU, in any floating dtype but float64.
+        weights: [R, n], contiguous.
+        members, indices, ends, groups: those of `spread_with_weights`.
+    """
+    tokens, each = indices.shape[0], weights.shape[1]
+    out = torch.empty(tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    out_weights = torch.empty(tokens, groups * each, dtype=weights.dtype, device=rows.device)
+    if tokens:
+        grid, sizes, form = _launch(out.shape, indices.shape[1], groups, each)
+        mask = weights if members is None else members.view(torch.uint8)
+        _sum_with_weights_kernel[grid](
+            *(rows, weights, mask, indices, ends, out, out_weights, *sizes), masked=members is not None, **form
+        )
+    return out, out_weights
+
+
+def _launch(
+    shape: torch.Size, count: int, groups: int, each: int
+) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
+    """Programs, sizes and the compiled form for tokens of a shape."""
+    tokens, columns = shape
+    form = _form(columns, count, groups, each)
+    weight_programs = triton.cdiv(tokens, form["block_tokens"])
+    programs = weight_programs + tokens * triton.cdiv(columns, form["block"])
+    return (programs,), (tokens, weight_programs, columns, groups, each), form
+
+
+@functools.cache
+def _form(columns: int, count: int, groups: int, each: int) -> dict[str, int]:
+    block_groups, block_each = triton.next_power_of_2(groups), triton.next_power_of_2(each)
+    return {
+        **{"count": count, "block": min(_BLOCK, triton.next_power_of_2(columns)), "num_warps": 4},
+        **{"block_tokens": max(1, _WEIGHTS // (block_groups * block_each))},
+        **{"block_groups": block_groups, "block_each": block_each},
+    }

@@ -1,7 +1,9 @@
-"""The order of the experts' rows in Triton: two kernels that read the mask of the tokens' experts, and a sum over its
-blocks between them. Import it only where Triton is installed."""
+"""The order of the experts' rows in Triton: two kernels, which read the mask of the tokens' experts or their weights.
+Import it only where Triton is installed."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -10,89 +12,187 @@ from torch import Tensor
 
 _BLOCK_ELEMENTS = 2048
 """Of the mask, which a program keeps in registers as integers."""
+_COUNTS = 4096
+"""Of rows, which a program reads at once."""
+_MOST_BLOCKS = 128
+"""Programs, each of which reads the counts of all: about as many as a GPU runs at a time."""
 
 
 @triton.jit
-def _load_block(mask, tokens, groups, block_tokens: tl.constexpr, block_groups: tl.constexpr):
-    token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
-    group = tl.arange(0, block_groups)
-    inside = (token < tokens)[:, None] & (group < groups)[None, :]
-    cell = token[:, None].to(tl.int64) * groups + group[None, :]
-    chosen = tl.load(mask + cell, mask=inside, other=0).to(tl.int32)
-    return token, group, cell, chosen
-
-
-@triton.jit
-def _count_kernel(mask, counts, tokens, groups, block_tokens: tl.constexpr, block_groups: tl.constexpr):
-    _token, group, _cell, chosen = _load_block(mask, tokens, groups, block_tokens, block_groups)
-    target = counts + group * tl.num_programs(0) + tl.program_id(0)
-    tl.store(target, tl.sum(chosen, axis=0), mask=group < groups)
-
-
-@triton.jit
-def _order_kernel(
-    mask,
-    ends,
-    tokens_of_rows,
-    cells_of_rows,
-    rows_of_tokens,
-    ends_of_groups,
+def _load_block(
+    members,
+    first,
     tokens,
     groups,
-    width,
+    each,
+    by_sign: tl.constexpr,
     block_tokens: tl.constexpr,
     block_groups: tl.constexpr,
+    block_each: tl.constexpr,
+):
+    """Tokens from the first one, and int32 [tokens, groups]: how many members of each group they have."""
+    token = first + tl.arange(0, block_tokens)
+    group = tl.arange(0, block_groups)
+    number = tl.arange(0, block_each)
+    column = group[:, None] * each + number[None, :]
+    is_column = (group < groups)[:, None] & (number < each)[None, :]
+    inside = (token < tokens)[:, None, None] & is_column[None, :, :]
+    cell = token.to(tl.int64)[:, None, None] * (groups * each) + column[None, :, :]
+    if by_sign:
+        is_negative = tl.load(members + cell, mask=inside, other=-1.0).to(tl.float32) < 0.0
+        is_member = inside & (is_negative == 0)  # true of a value that is not a number
+    else:
+        is_member = tl.load(members + cell, mask=inside, other=0) != 0
+    return token, tl.sum(is_member.to(tl.int32), axis=2)
+
+
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def _count_kernel(
+    members,
+    counts,
+    tokens,
+    parts,
+    groups,
+    each,
+    by_sign: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_groups: tl.constexpr,
+    block_each: tl.constexpr,
+):
+    group = tl.arange(0, block_groups)
+    rows = tl.zeros([block_groups], dtype=tl.int32)
+    all_members = tl.zeros([block_groups], dtype=tl.int32)
+    first = tl.program_id(0) * parts * block_tokens
+    for part in range(parts):
+        _token, count = _load_block(
+            members,
+            first + part * block_tokens,
+            tokens,
+            groups,
+            each,
+            by_sign,
+            block_tokens,
+            block_groups,
+            block_each,
+        )
+        rows += tl.sum((count > 0).to(tl.int32), axis=0)
+        all_members += tl.sum(count, axis=0)
+    target = counts + group * tl.num_programs(0) + tl.program_id(0)
+    tl.store(target, rows, mask=group < groups)
+    tl.store(target + groups * tl.num_programs(0), all_members, mask=group < groups)
+
+
+@triton.jit
+def _read_counts(counts, groups, block_groups: tl.constexpr, block_counts: tl.constexpr):
+    """int32 [groups]: all rows, those of the programs before this one, and, in the first program, all members."""
+    group = tl.arange(0, block_groups)
+    blocks, this = tl.num_programs(0), tl.program_id(0)
+    rows = tl.zeros([block_groups], dtype=tl.int32)
+    before = tl.zeros([block_groups], dtype=tl.int32)
+    all_members = tl.zeros([block_groups], dtype=tl.int32)
+    for first in range(0, blocks, block_counts):
+        block = first + tl.arange(0, block_counts)
+        inside = (group < groups)[:, None] & (block < blocks)[None, :]
+        source = counts + group[:, None] * blocks + block[None, :]
+        count = tl.load(source, mask=inside, other=0)
+        rows += tl.sum(count, axis=1)
+        before += tl.sum(tl.where((block < this)[None, :], count, 0), axis=1)
+        all_members += tl.sum(tl.load(source + groups * blocks, mask=inside & (this == 0), other=0), axis=1)
+    return rows, before, all_members
+
+
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def _order_kernel(
+    members,
+    counts,
+    rows_of_tokens,
+    totals,
+    tokens,
+    parts,
+    groups,
+    each,
+    width,
+    by_sign: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_groups: tl.constexpr,
+    block_each: tl.constexpr,
+    block_counts: tl.constexpr,
     block_width: tl.constexpr,
 ):
-    token, group, cell, chosen = _load_block(mask, tokens, groups, block_tokens, block_groups)
-    block = group * tl.num_programs(0) + tl.program_id(0)
-    begin = tl.load(ends + block - 1, mask=(group < groups) & (block > 0), other=0)
-    is_last = tl.program_id(0) == tl.num_programs(0) - 1
-    tl.store(ends_of_groups + group, begin + tl.sum(chosen, axis=0), mask=(group < groups) & is_last)
-    row = begin[None, :] + tl.cumsum(chosen, axis=0) - chosen
-    rank = tl.cumsum(chosen, axis=1) - chosen
-    first = token.to(tl.int64) * width
-    is_row = chosen > 0
-    tl.store(tokens_of_rows + row, token[:, None].to(tl.int64) + tl.zeros_like(cell), mask=is_row)
-    tl.store(cells_of_rows + row, cell, mask=is_row)
-    tl.store(rows_of_tokens + first[:, None] + rank, row.to(tl.int64), mask=is_row & (rank < width))
+    group = tl.arange(0, block_groups)
+    rows, before, all_members = _read_counts(counts, groups, block_groups, block_counts)
+    ends = tl.cumsum(rows, axis=0)
+    is_written = (group < groups) & (tl.program_id(0) == 0)
+    tl.store(totals + group, ends, mask=is_written)
+    tl.store(totals + groups + group, rows, mask=is_written)
+    tl.store(totals + 2 * groups + group, all_members, mask=is_written)
+    begin = ends - rows + before
     number = tl.arange(0, block_width)
-    is_empty = (number[None, :] >= tl.sum(chosen, axis=1)[:, None]) & (number < width)[None, :]
-    nothing = tl.full([block_tokens, block_width], -1, tl.int64)
-    tl.store(rows_of_tokens + first[:, None] + number[None, :], nothing, mask=is_empty & (token < tokens)[:, None])
+    first = tl.program_id(0) * parts * block_tokens
+    for part in range(parts):
+        token, count = _load_block(
+            members,
+            first + part * block_tokens,
+            tokens,
+            groups,
+            each,
+            by_sign,
+            block_tokens,
+            block_groups,
+            block_each,
+        )
+        chosen = (count > 0).to(tl.int32)
+        row = begin[None, :] + tl.cumsum(chosen, axis=0) - chosen
+        rank = tl.cumsum(chosen, axis=1) - chosen
+        target = rows_of_tokens + token.to(tl.int64)[:, None] * width
+        tl.store(target + rank, row.to(tl.int64), mask=(chosen > 0) & (rank < width))
+        is_empty = (number[None, :] >= tl.sum(chosen, axis=1)[:, None]) & (number < width)[None, :]
+        nothing = tl.full([block_tokens, block_width], -1, tl.int64)
+        tl.store(target + number[None, :], nothing, mask=is_empty & (token < tokens)[:, None])
+        begin += tl.sum(chosen, axis=0)
 
 
-def order_rows(mask: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Numbers the chosen elements of a mask by group, then by token.
+def order_rows(members: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
+    """Numbers the rows of tokens by group, then by token.
 
     Args:
-        mask: bool [T, G] on a GPU.
+        members: [T, G * n] on a GPU, of bool or a floating dtype: a token has a row in a group if one of the group's n
+            values is true, or not negative.
+        groups: G.
         width: largest number of groups of a token.
 
     Returns:
-        Of each row, in memory for T * `width` rows, its token and its element of the mask as T * G values, both int64;
-        the numbers of each token's rows, int64 [T, width], in the order of their groups, then -1; and int32 [G], 1
-        plus the number of each group's last row.
+        The rows of each token, int64 [T, `width`], in the order of their groups, then -1; and int32 [3, G]: 1 plus each
+        group's last row, its number of rows, and the number of its values that are true, or not negative.
     """
-    tokens, groups = mask.shape
-    most = tokens * width
-    of_rows = torch.empty(2, most, dtype=torch.int64, device=mask.device)
-    rows = torch.empty(tokens, width, dtype=torch.int64, device=mask.device)
-    if not most:
-        return of_rows[0], of_rows[1], rows, torch.zeros(groups, dtype=torch.int32, device=mask.device)
-    block_groups = triton.next_power_of_2(groups)
-    block_tokens = max(1, min(128, _BLOCK_ELEMENTS // block_groups))
-    blocks = triton.cdiv(tokens, block_tokens)
-    sizes = {"block_tokens": block_tokens, "block_groups": block_groups, "num_warps": 4}
-    counts = torch.empty(groups * blocks, dtype=torch.int32, device=mask.device)
-    values = mask.contiguous().view(torch.uint8)
-    _count_kernel[(blocks,)](values, counts, tokens, groups, **sizes)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    ends_of_groups = torch.empty(groups, dtype=torch.int32, device=mask.device)
-    block_width = triton.next_power_of_2(width)
+    tokens, columns = members.shape
+    each = columns // groups
+    rows = torch.empty(tokens, width, dtype=torch.int64, device=members.device)
+    if not rows.numel():
+        return rows, torch.zeros(3, groups, dtype=torch.int32, device=members.device)
+    block_tokens, block_counts, form = _form(groups, each)
+    parts = triton.cdiv(triton.cdiv(tokens, block_tokens), _MOST_BLOCKS)
+    blocks = triton.cdiv(tokens, block_tokens * parts)
+    by_sign = members.is_floating_point()
+    values = members.contiguous() if by_sign else members.contiguous().view(torch.uint8)
+    counts = torch.empty(2 * groups * blocks, dtype=torch.int32, device=members.device)
+    totals = torch.empty(3, groups, dtype=torch.int32, device=members.device)
+    _count_kernel[(blocks,)](values, counts, tokens, parts, groups, each, by_sign=by_sign, **form)
     _order_kernel[(blocks,)](
-        *(values, ends, of_rows[0], of_rows[1], rows, ends_of_groups, tokens, groups, width),
-        block_width=block_width,
-        **sizes,
+        *(values, counts, rows, totals, tokens, parts, groups, each, width),
+        by_sign=by_sign,
+        block_counts=block_counts,
+        block_width=triton.next_power_of_2(width),
+        **form,
     )
-    return of_rows[0], of_rows[1], rows, ends_of_groups
+    return rows, totals
+
+
+@functools.cache
+def _form(groups: int, each: int) -> tuple[int, int, dict[str, int]]:
+    """Tokens of a block, programs whose counts are read at once, and how the kernels are compiled."""
+    block_groups, block_each = triton.next_power_of_2(groups), triton.next_power_of_2(each)
+    block_tokens = max(1, min(128, _BLOCK_ELEMENTS // (block_groups * block_each)))
+    block_counts = max(1, min(_MOST_BLOCKS, _COUNTS // block_groups))
+    sizes = {"block_tokens": block_tokens, "block_groups": block_groups, "block_each": block_each}
+    return block_tokens, block_counts, {**sizes, "num_warps": 8}
