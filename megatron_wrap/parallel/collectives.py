@@ -215,18 +215,20 @@ def receive(tensor: Tensor, from_rank: int, group: ProcessGroup | None = None) -
 
 
 def start_exchange(
-    rows: Tensor, receive: list[int], send: list[int], group: ProcessGroup
+    rows: Tensor, receive: list[int], send: list[int], group: ProcessGroup, size: int | None = None
 ) -> tuple[Tensor, Callable[[], object]]:
-    """Begin an all-to-all: the rows [sum(receive), ...] that arrive, and a function that waits until they are there.
+    """Begin an all-to-all: the rows [size, ...] of which the first sum(receive) arrive, and a function that waits until
+    they are there. The others are undefined.
 
     Args:
-        rows: [sum(send), ...], sorted by receiver; unchanged until the wait.
+        rows: at least [sum(send), ...], sorted by receiver; unchanged until the wait. Further rows are not sent.
         receive: rows from each process of the group.
         send: rows to each.
+        size: None: sum(receive).
     """
-    rows = rows.contiguous()
-    received = rows.new_empty(sum(receive), *rows.shape[1:])
-    work = dist.all_to_all_single(received, rows, receive, send, group=group, async_op=True)
+    arriving, rows = sum(receive), rows[: sum(send)].contiguous()
+    received = rows.new_empty(arriving if size is None else size, *rows.shape[1:])
+    work = dist.all_to_all_single(received[:arriving], rows, receive, send, group=group, async_op=True)
     return received, work.wait
 
 

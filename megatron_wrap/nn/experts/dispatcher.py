@@ -105,8 +105,8 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         if not self._exchanges:
             return tokens, weights
         self.sizes = _ExchangeSizes(self._counts, self.ep_group.rank(), self.tp_rank, self.tp_size)
+        of_rows = rows_of_tokens(tokens, weights, self.sent, None, self.routing_map)  # before the host waits
         send, receive = self.sizes.send, self.sizes.receive
-        of_rows = rows_of_tokens(tokens, weights, self.sent, sum(send), self.routing_map)
         deferred, self._deferred = self._deferred, None
         (received, of_received), self._wait = exchange_rows(of_rows, self.ep_group, receive, send, deferred)
         return received, of_received

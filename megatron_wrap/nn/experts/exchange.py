@@ -23,7 +23,8 @@ def exchange_rows(
     one, and a function that must be called before they are used.
 
     Args:
-        tensors: [sum(send), ...] each, sorted by receiver.
+        tensors: at least [sum(send), ...] each, sorted by receiver; further rows are not sent, and their gradients are
+            undefined.
         group: process group.
         receive: rows from each process of the group.
         send: rows to each.
@@ -54,6 +55,7 @@ class _Exchange(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.receive, ctx.send, ctx.deferred = group, receive, send, deferred
+        ctx.sizes = [tensor.shape[0] for tensor in tensors]
         received = []
         for tensor in tensors:
             rows, wait = start_exchange(tensor, receive, send, group)
@@ -64,8 +66,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchanges = [
-            start_exchange(grad, ctx.send, ctx.receive, ctx.group) if is_needed else None
-            for grad, is_needed in zip(grads, ctx.needs_input_grad[-len(grads) :], strict=True)
+            start_exchange(grad, ctx.send, ctx.receive, ctx.group, size) if is_needed else None
+            for grad, size, is_needed in zip(grads, ctx.sizes, ctx.needs_input_grad[-len(grads) :], strict=True)
         ]
         of_weight = None if ctx.deferred is None else ctx.deferred.compute()
         of_tensors = []

@@ -53,13 +53,14 @@ def row_order(members: Tensor, groups: int, width: int) -> RowOrder:
 
 
 def rows_of_tokens(
-    tokens: Tensor, weights: Tensor, order: RowOrder, total: int, members: Tensor | None = None
+    tokens: Tensor, weights: Tensor, order: RowOrder, total: int | None, members: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The rows [R, H] of tokens [T, H], and the weights [R, n] of each row's group.
 
     Args:
         weights: [T, G * n].
-        total: the number of rows (R).
+        total: the number of rows (R). None: the host does not know it; on a GPU undefined rows follow, up to the most
+            that there can be.
         members: bool [T, G * n]: a row's weight is -1 where it is false. None: n is 1, and the rows' weights are [R].
     """
     result: tuple[Tensor, Tensor] = _Spread.apply(tokens, weights, members, *order, total)
@@ -75,7 +76,13 @@ def sums_of_rows(rows: Tensor, order: RowOrder) -> Tensor:
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, weights: Tensor, members: Tensor | None, rows: Tensor, totals: Tensor, total: int
+        ctx: Any,
+        tokens: Tensor,
+        weights: Tensor,
+        members: Tensor | None,
+        rows: Tensor,
+        totals: Tensor,
+        total: int | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(members, rows, totals)
         of_rows = _spread_with_weights(tokens, weights, members, rows, totals, total)
@@ -102,15 +109,16 @@ class _Sum(torch.autograd.Function):
 
 
 def _spread_with_weights(
-    tokens: Tensor, weights: Tensor, members: Tensor | None, rows: Tensor, totals: Tensor, total: int
+    tokens: Tensor, weights: Tensor, members: Tensor | None, rows: Tensor, totals: Tensor, total: int | None
 ) -> tuple[Tensor, Tensor]:
     """The rows [R, H] of tokens [T, H], and their weights [R, n] of [T, G * n]."""
     groups = totals.shape[1]
     if tokens.is_cuda and has_triton():
         from megatron_wrap.nn.kernels.expert_rows import spread_with_weights
 
-        members = None if members is None else members.contiguous()
+        members, total = None if members is None else members.contiguous(), rows.numel() if total is None else total
         return spread_with_weights(tokens.contiguous(), weights.contiguous(), members, rows, totals, groups, total)
+    total = int(totals[0, -1]) if total is None else total
     if members is not None:
         weights = weights.masked_fill(~members, -1.0)
     token = _token_of_row(rows, total)

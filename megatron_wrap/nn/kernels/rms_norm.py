@@ -1,7 +1,7 @@
 """RMSNorm in Triton: forward and backward each read their inputs once. Import it only where Triton is installed.
 
-A program of the forward normalizes one row; one of the backward processes many rows and adds up their part of the
-gradient of gamma. Arithmetic is in fp32.
+A program of the forward normalizes one row, or several short ones; one of the backward processes many rows and adds up
+their part of the gradient of gamma. Arithmetic is in fp32.
 """
 
 from __future__ import annotations
@@ -15,47 +15,77 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _PROGRAMS_PER_PROCESSOR = 4
+_TILE_ELEMENTS = 2048
+"""Of the rows that a program processes at once, at least one: the rows of a head are short."""
 _SUMMED_ROWS, _SUMMED_COLUMNS = 256, 16
 """Of the parts of gamma's gradient, in one iteration of a program."""
 
 
 @triton.jit
-def _rms_norm_forward_kernel(x, gamma, y, scale, columns, eps, zero_centered: tl.constexpr, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, block)
-    inside = column < columns
-    value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / columns + eps)
-    weight = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
+def _weight(gamma, column, columns, zero_centered: tl.constexpr):
+    weight = tl.load(gamma + column, mask=column < columns, other=0.0).to(tl.float32)
     if zero_centered:
         weight += 1.0
-    tl.store(scale + row, inverse)
-    tl.store(y + row * columns + column, (value * inverse * weight).to(y.dtype.element_ty), mask=inside)
+    return weight[None, :]
+
+
+@triton.jit
+def _rms_norm_forward_kernel(
+    x,
+    gamma,
+    y,
+    scale,
+    rows,
+    columns,
+    eps,
+    zero_centered: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    column = tl.arange(0, block)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    cell = row[:, None] * columns + column[None, :]
+    value = tl.load(x + cell, mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / columns + eps)
+    tl.store(scale + row, inverse, mask=row < rows)
+    result = value * inverse[:, None] * _weight(gamma, column, columns, zero_centered)
+    tl.store(y + cell, result.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _rms_norm_backward_kernel(
-    x, gamma, scale, grad_y, grad_x, grad_gamma, rows, columns, zero_centered: tl.constexpr, block: tl.constexpr
+    x,
+    gamma,
+    scale,
+    grad_y,
+    grad_x,
+    grad_gamma,
+    rows,
+    columns,
+    zero_centered: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
 ):
     program = tl.program_id(0)
     column = tl.arange(0, block)
-    inside = column < columns
-    weight = tl.load(gamma + column, mask=inside, other=0.0).to(tl.float32)
-    if zero_centered:
-        weight += 1.0
-    total = tl.zeros([block], dtype=tl.float32)
-    for index in range(program, rows, tl.num_programs(0)):
-        row = index.to(tl.int64)  # type: ignore[attr-defined]
-        value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        outer = tl.load(grad_y + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        inverse = tl.load(scale + row)
+    weight = _weight(gamma, column, columns, zero_centered)
+    total = tl.zeros([tile, block], dtype=tl.float32)
+    for first in range(program * tile, rows, tl.num_programs(0) * tile):
+        row = tl.arange(0, tile).to(tl.int64) + first
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        cell = row[:, None] * columns + column[None, :]
+        value = tl.load(x + cell, mask=inside, other=0.0).to(tl.float32)
+        outer = tl.load(grad_y + cell, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
         normal = value * inverse
         total += outer * normal
         outer *= weight
-        share = tl.sum(outer * normal, axis=0) / columns
+        share = tl.sum(outer * normal, axis=1)[:, None] / columns
         result = (outer - normal * share) * inverse
-        tl.store(grad_x + row * columns + column, result.to(grad_x.dtype.element_ty), mask=inside)
-    tl.store(grad_gamma + program.to(tl.int64) * columns + column, total, mask=inside)
+        tl.store(grad_x + cell, result.to(grad_x.dtype.element_ty), mask=inside)
+    part = grad_gamma + program.to(tl.int64) * columns + column
+    tl.store(part, tl.sum(total, axis=0), mask=column < columns)
 
 
 @triton.jit
@@ -82,7 +112,8 @@ def _summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _launch(columns: int) -> dict[str, int]:
     block = triton.next_power_of_2(columns)
-    return {"block": block, "num_warps": max(1, min(16, block // 512))}
+    tile = max(1, _TILE_ELEMENTS // block)
+    return {"tile": tile, "block": block, "num_warps": max(1, min(16, tile * block // 512))}
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -92,8 +123,9 @@ class _RMSNorm(torch.autograd.Function):
         rows, columns = flat.shape
         y = torch.empty(rows, columns, dtype=gamma.dtype, device=x.device)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)  # factor of each row
-        _rms_norm_forward_kernel[(rows,)](
-            flat, gamma, y, scale, columns, eps, zero_centered=zero_centered, **_launch(columns)
+        launch = _launch(columns)
+        _rms_norm_forward_kernel[(triton.cdiv(rows, launch["tile"]),)](
+            flat, gamma, y, scale, rows, columns, eps, zero_centered=zero_centered, **launch
         )
         ctx.save_for_backward(flat, gamma, scale)
         ctx.zero_centered = zero_centered
@@ -106,11 +138,12 @@ class _RMSNorm(torch.autograd.Function):
         rows, columns = x.shape
         grad_y = grad_outputs[0].reshape(x.shape).contiguous()
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-        programs = min(rows, processors * _PROGRAMS_PER_PROCESSOR)
+        launch = _launch(columns)
+        programs = min(triton.cdiv(rows, launch["tile"]), processors * _PROGRAMS_PER_PROCESSOR)
         grad_x = torch.empty_like(x)
         parts = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
         _rms_norm_backward_kernel[(programs,)](
-            x, gamma, scale, grad_y, grad_x, parts, rows, columns, zero_centered=ctx.zero_centered, **_launch(columns)
+            x, gamma, scale, grad_y, grad_x, parts, rows, columns, zero_centered=ctx.zero_centered, **launch
         )
         grad_gamma = _summed(parts, gamma.dtype) if ctx.needs_input_grad[1] else None
         return grad_x.view(grad_outputs[0].shape), grad_gamma, None, None
