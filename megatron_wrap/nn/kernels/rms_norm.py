@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_PROGRAMS_PER_PROCESSOR = 4
+_PROGRAMS_PER_PROCESSOR = {False: 4, True: 8}
+"""Of the backward; by whether rows are short, whose parts of gamma's gradient are then, too."""
 _TILE_ELEMENTS = 2048
 """Of the rows that a program processes at once, at least one: the rows of a head are short."""
 _SUMMED_ROWS, _SUMMED_COLUMNS = 256, 16
@@ -139,7 +140,8 @@ class _RMSNorm(torch.autograd.Function):
         grad_y = grad_outputs[0].reshape(x.shape).contiguous()
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         launch = _launch(columns)
-        programs = min(triton.cdiv(rows, launch["tile"]), processors * _PROGRAMS_PER_PROCESSOR)
+        most = processors * _PROGRAMS_PER_PROCESSOR[launch["tile"] > 1]
+        programs = min(triton.cdiv(rows, launch["tile"]), most)
         grad_x = torch.empty_like(x)
         parts = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
         _rms_norm_backward_kernel[(programs,)](
