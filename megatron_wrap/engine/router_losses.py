@@ -16,22 +16,16 @@ from torch import Tensor
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.parallel.collectives import reduce_in_place
-from megatron_wrap.platform.megatron_core.versions import router_loss_values
+from megatron_wrap.platform.megatron_core.versions import BALANCE_LOSSES, router_loss_values
 
 if TYPE_CHECKING:
     from megatron_wrap.nn.experts.router import Router
     from megatron_wrap.parallel.state import Axis
 
-_NAMES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
-
 
 def router_loss_names(arch: ArchConfig) -> list[str]:
     """Names of the router losses that a model reports as metrics."""
-    names = [_NAMES[kind] for kind in derived.load_balancing_coefficients(arch)]
+    names = [BALANCE_LOSSES[kind] for kind in derived.load_balancing_coefficients(arch)]
     return [*names, "z_loss"] if arch.num_experts is not None and arch.moe_z_loss_coeff else names
 
 

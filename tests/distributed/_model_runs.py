@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from _documented_router import documented_kernels
 from _started import started
 
 CONFIG = Path(__file__).parent / "models.yaml"
@@ -25,6 +26,14 @@ def samples(count: int, longest: int) -> list[dict[str, list[int]]]:
         mask = (generator.random(length) < 0.7).astype(int).tolist()
         made.append({"input_ids": generator.integers(0, VOCAB, length).tolist(), "loss_mask": mask})
     return made
+
+
+def train_with_documented_kernels(*arguments: Any) -> dict[str, Any]:
+    """`train`, where routers route as if their kernels ran on a CPU."""
+    with documented_kernels() as calls:
+        result = train(*arguments)
+    assert calls
+    return result
 
 
 def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, steps: int = 3) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import _model_runs
@@ -121,10 +122,17 @@ def one_rank(ranks, tmp_path_factory):
     return train
 
 
-def assert_like_one_rank(ranks: Any, expected: dict[str, Any], case: str, folder: Any, overrides: tuple[str, ...]):
+def assert_like_one_rank(
+    ranks: Any,
+    expected: dict[str, Any],
+    case: str,
+    folder: Any,
+    overrides: tuple[str, ...],
+    train: Callable[..., dict[str, Any]] = _model_runs.train,
+):
     processes, of_layout = layout(case)
     arguments = ((*STEPS_OF_RUN, *overrides, *of_layout), str(folder), False, STEPS)
-    of_ranks = ranks(processes).run(_model_runs.train, *arguments)
+    of_ranks = ranks(processes).run(train, *arguments)
     actual = of_ranks[0]
     for other in of_ranks[1:]:
         for name in ("losses", "grad_norms", "params_norms", "router_losses", "expert_load", "initial"):
@@ -186,6 +194,18 @@ def test_router_losses_count_each_real_token_once(loss: str, case: str, one_rank
     router = "decoder.layers.1.mlp.router.weight"
     share = numpy.linalg.norm(expected["gradients"][router] - plain["gradients"][router])
     assert share > 0.05 * numpy.linalg.norm(plain["gradients"][router])  # the router loss has an effect
+
+
+@pytest.mark.parametrize("case", ["dp1", "dp2-ep2", "cp2-ep2", "dp2-tp2-ep2-etp1"])
+def test_losses_from_sums_over_tokens_count_each_real_token_once(case: str, one_rank, ranks, tmp_path):
+    """As the kernels of GPUs compute them, against the losses from scores of one rank."""
+    kinds = "[aux_loss,seq_aux_loss]" if "dp2" in case else "[aux_loss,seq_aux_loss,global_aux_loss]"
+    coefficients = "[0.1,0.05]" if "dp2" in case else "[0.1,0.05,0.2]"
+    losses = {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": coefficients, "moe_z_loss_coeff": 0.02}
+    model = {**MODELS["deepseek-v3-router"], **losses}
+    overrides = (*arch(model), "megatron_lm.train.common.micro_batch_size=2")
+    ours = _model_runs.train_with_documented_kernels
+    assert_like_one_rank(ranks, one_rank(*overrides), case, tmp_path, overrides, ours)
 
 
 RECOMPUTE = "megatron_lm.train.recompute."

@@ -11,9 +11,11 @@ from megatron_wrap.nn.experts.permutation import row_order, rows_of_tokens, sums
 from megatron_wrap.nn.experts.products import grouped_linear
 from megatron_wrap.nn.kernels import expert_weight_gradients
 from megatron_wrap.nn.kernels.expert_rows import spread_rows, sum_rows
-from megatron_wrap.nn.kernels.expert_selection import Selection
 from megatron_wrap.nn.kernels.expert_weight_gradients import add_weight_gradients
-from megatron_wrap.nn.kernels.routing import route, split
+from megatron_wrap.nn.kernels.router.balance import balance
+from megatron_wrap.nn.kernels.router.routing import route
+from megatron_wrap.nn.kernels.router.selection import Selection
+from megatron_wrap.nn.kernels.router.split import split
 from megatron_wrap.nn.kernels.weighted_swiglu import weighted_swiglu
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -43,7 +45,10 @@ def test_tokens_are_copied_to_their_rows(dtype, tokens, columns, count):
     assert torch.equal(rows[indices[inside]], values.repeat_interleave(count, 0).view(tokens, count, columns)[inside])
 
 
-@pytest.mark.parametrize("balances", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("sequences", "balances", "counts"), [(1, False, False), (1, False, True), (1, True, False), (3, True, True)]
+)
 @pytest.mark.parametrize(
     ("experts", "selection"),
     [
@@ -53,12 +58,13 @@ def test_tokens_are_copied_to_their_rows(dtype, tokens, columns, count):
         (8, Selection(1, True, False)),
     ],
 )
-def test_routing_equals_megatron_core_s(experts, selection, balances):
+def test_routing_equals_megatron_core_s(experts, selection, sequences, balances, counts, padded):
     from megatron.core.transformer.moe import moe_utils
 
     from megatron_wrap.nn.experts.expert_choice import ExpertChoice
 
-    ours = torch.randn(1003, experts, device="cuda", requires_grad=True)
+    length, batch = 335, 3
+    ours = torch.randn(length * batch, experts, device="cuda", requires_grad=True)
     theirs = ours.detach().clone().requires_grad_()
     bias = 0.1 * torch.randn(experts, device="cuda") if selection.sigmoid else None
     score = "sigmoid" if selection.sigmoid else "softmax"
@@ -68,22 +74,71 @@ def test_routing_equals_megatron_core_s(experts, selection, balances):
         *(theirs, selection.topk, selection.softmax_first, *groups, selection.scale, score, bias), router_replay=choice
     )
     best, scores = moe_utils.compute_routing_scores_for_aux_loss(theirs, selection.topk, score)
-    actual = route(ours, selection, bias, balances)
-    same = (actual[1] == mask).all(dim=1)  # sigmoids that differ in the last bit change the order of equal scores
+    padding = (torch.rand(batch, length, device="cuda") < 0.3).t() if padded else None  # not contiguous
+    actual = route(ours, selection, bias, padding, sequences=sequences, balances=balances, counts=counts)
+    same = (actual.chosen == mask).all(dim=1)  # sigmoids that differ in the last bit change the order of equal scores
     assert same.float().mean() > 0.995
-    assert torch.equal(actual[1].sum(dim=1), mask.sum(dim=1))
-    assert error(actual[0][same], expected[same].double()) < 1e-6
+    assert torch.equal(actual.chosen.sum(dim=1), mask.sum(dim=1))
+    assert error(actual.weights[same], expected[same].double()) < 1e-6
+
+    def over_tokens(values: torch.Tensor) -> torch.Tensor:
+        kept = values if padding is None else values * ~padding.reshape(-1, 1)
+        return kept.view(-1, sequences, experts).sum(0)
+
+    if counts:
+        assert torch.equal(actual.chosen_counts, over_tokens(actual.chosen).float())
     outer = torch.randn_like(expected) * same[:, None]
-    objectives = [(actual[0] * outer).sum(), (expected * outer).sum()]
+    objectives = [(actual.weights * outer).sum(), (expected * outer).sum()]
     if balances:
-        assert (actual[3] == best).all(dim=1).float().mean() > 0.995
-        assert error(actual[2], scores.double()) < 1e-6
-        factor = torch.randn(experts, device="cuda")
-        objectives = [objectives[0] + actual[2].sum(0) @ factor, objectives[1] + scores.sum(0) @ factor]
+        assert (actual.best_counts - over_tokens(best)).abs().sum() <= 0.005 * len(ours) * 2 * selection.topk
+        assert torch.equal(actual.best_counts.sum(-1), over_tokens(best).sum(-1).float())
+        assert error(actual.score_sums, over_tokens(scores).double()) < 1e-6
+        factor = torch.randn(sequences, experts, device="cuda")
+        objectives[0] += (actual.score_sums * factor).sum()
+        objectives[1] += (over_tokens(scores) * factor).sum()
+    else:
+        assert actual.score_sums is actual.best_counts is None
     (of_ours,), (of_theirs,) = (
         torch.autograd.grad(each, tensor) for each, tensor in zip(objectives, (ours, theirs), strict=True)
     )
     assert error(of_ours, of_theirs.double()) < 1e-5
+
+
+def test_sums_of_one_row_of_gradients_and_of_no_tokens():
+    logits = torch.randn(300, 16, device="cuda", requires_grad=True)
+    selection, factor = Selection(2, False, False), torch.randn(16, device="cuda")
+    route(logits, selection, None, None, sequences=3, balances=True).score_sums.sum(0).dot(factor).backward()
+    exact = logits.detach().double().requires_grad_()
+    exact.softmax(dim=-1).sum(0).dot(factor.double()).backward()
+    assert error(logits.grad, exact.grad) < 1e-5
+    nothing = route(logits[:0], selection, None, None, balances=True, counts=True)
+    for values in (nothing.score_sums, nothing.best_counts, nothing.chosen_counts):
+        assert torch.equal(values, torch.zeros(1, 16, device="cuda"))
+
+
+@pytest.mark.parametrize(("sequences", "experts", "topk"), [(1, 128, 8), (3, 60, 4), (2, 7, 1)])
+def test_gradient_of_a_load_balancing_loss(sequences, experts, topk):
+    from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+
+    counts = torch.randint(0, 500, (sequences, experts), device="cuda").float()
+    load = counts + torch.randint(0, 500, (sequences, experts), device="cuda")
+    scores = (1000 * torch.rand(sequences, experts, device="cuda")).requires_grad_()
+    total = torch.tensor(3.0, device="cuda")
+    gradient = balance(scores.detach(), counts, load, topk, 0.5 * experts, 0.25, total)
+    assigned = counts.double().sum(dim=1)
+    loads = load.double() / load.double().sum(dim=1, keepdim=True) * assigned[:, None]
+    exact = scores.detach().double().requires_grad_()
+    losses = [
+        switch_load_balancing_loss_func(row[None], of_load, number / topk, topk, experts, 0.5)
+        for row, of_load, number in zip(exact, loads, assigned, strict=True)
+    ]
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    assert error(total - 3.0, loss.detach()) < 1e-5
+    assert error(gradient, 0.25 * exact.grad) < 1e-6
+    empty = torch.zeros(sequences, experts, device="cuda")
+    assert not balance(empty, empty, empty, topk, 1.0, 1.0, total).any()
+    assert error(total - 3.0, loss.detach()) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -181,7 +236,14 @@ def test_nothing_waits_for_the_gpu():
     values = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(experts, 2 * columns, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
+    logits = torch.randn(tokens, experts, device="cuda", requires_grad=True)
+    padding, total = torch.zeros(tokens, 1, dtype=torch.bool, device="cuda"), torch.zeros((), device="cuda")
+
     def run() -> None:
+        routed = route(logits, Selection(count, False, False), None, padding, balances=True, counts=True)
+        counts = routed.best_counts
+        gradient = balance(routed.score_sums.detach(), counts, counts, count, experts, 0.1, total)
+        torch.autograd.backward((routed.weights, routed.score_sums), (probs, gradient))
         order = row_order(routing_map, experts, count)
         rows, weights = rows_of_tokens(values, probs, order, tokens * count)
         inner = weighted_swiglu(grouped_linear(rows, weight, order.ends), weights)

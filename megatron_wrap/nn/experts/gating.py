@@ -56,7 +56,7 @@ class _Gate(torch.autograd.Function):
 def _split(values: Tensor) -> Tensor:
     """bf16 [N, 3 * columns]: three tensors side by side, of 8 bits of the fp32 values' 24 each."""
     if values.is_cuda and has_triton():
-        from megatron_wrap.nn.kernels.routing import split
+        from megatron_wrap.nn.kernels.router.split import split
 
         return split(values)
     parts = []

@@ -12,13 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_wrap.nn.experts.expert_choice import ExpertChoice
 from megatron_wrap.nn.experts.gating import can_gate, gate
-from megatron_wrap.nn.kernels.expert_selection import Selection, can_route
+from megatron_wrap.nn.experts.loss_gradient import with_loss_gradient
+from megatron_wrap.nn.kernels.router.selection import Selection, can_route
 from megatron_wrap.parallel.collectives import reduce_in_place
+from megatron_wrap.platform.megatron_core.versions import BALANCE_LOSSES, router_loss_total
 
 
 class Router(TopKRouter):
@@ -36,6 +39,7 @@ class Router(TopKRouter):
         super().__init__(**arguments)
         self.router_replay = self.choice = ExpertChoice(group_score_experts)
         self._selection = _selection(self.config, group_score_experts)
+        self._loss_totals: dict[str, Tensor] = {}
         self.register_buffer("load", None, persistent=False)  # the capture of a CUDA graph keeps the values of buffers
         self.load: Tensor | None
         """fp32 [experts + 3]: this process's tokens of each expert, tokens, sum of the tokens' entropies and dropped
@@ -75,23 +79,87 @@ class Router(TopKRouter):
         self, logits: Tensor, selection: Selection, padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """`TopKRouter.routing` with its scores, top-k and weights by one kernel."""
-        from megatron_wrap.nn.kernels.routing import route
+        from megatron_wrap.nn.kernels.router.routing import route
 
-        length, batch = logits.shape[:2]
-        logits = logits.view(-1, logits.shape[-1])
-        mask = None if padding_mask is None else padding_mask.reshape(-1)
-        logits = self.apply_z_loss(logits, padding_mask=mask)
-        balances = self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled()
-        probs, routing_map, scores, best = route(logits, selection, self.expert_bias, balances)
-        if balances:
-            if mask is not None:
-                best, scores = best & ~mask[:, None], scores.masked_fill(mask[:, None], 0.0)
-            has_padding = mask is not None
-            probs = self._apply_aux_loss(probs, scores, best, with_padding_mask=has_padding)
-            probs = self._apply_seq_aux_loss(probs, scores, best, length, batch, with_padding_mask=has_padding)
-            probs = self._apply_global_aux_loss(probs, scores, best, with_padding_mask=has_padding)
-        self._apply_expert_bias(routing_map, padding_mask=mask)
-        return probs, routing_map
+        batch = logits.shape[1]
+        logits = self.apply_z_loss(logits.view(-1, logits.shape[-1]), padding_mask=padding_mask)
+        has_gradients = torch.is_grad_enabled()
+        balances = self.training and has_gradients and self.is_aux_loss_enabled()
+        result = route(
+            *(logits, selection, self.expert_bias, padding_mask),
+            sequences=batch if self.get_aux_loss_coeff("seq_aux_loss") else 1,
+            balances=balances,
+            counts=self.enable_expert_bias and has_gradients,
+        )
+        if result.chosen_counts is not None:
+            self.local_tokens_per_expert += _over_sequences(result.chosen_counts)[0]
+        probs = result.weights
+        if result.score_sums is not None and result.best_counts is not None:
+            probs = self._with_balance_losses(probs, result.score_sums, result.best_counts)
+        return probs, result.chosen
+
+    def _with_balance_losses(self, probs: Tensor, score_sums: Tensor, counts: Tensor) -> Tensor:
+        """The losses of the three methods below, from sums over tokens.
+
+        Args:
+            score_sums: fp32 [sequences, experts], local; sums of the scores without padding.
+            counts: fp32 [sequences, experts], local; tokens for which an expert has one of the highest scores.
+        """
+        if self.get_aux_loss_coeff("seq_aux_loss"):
+            chosen = _sum(counts, self.tp_cp_group)
+            probs = self._with_balance_loss(probs, "seq_aux_loss", score_sums, chosen, chosen, 1 / len(counts))
+        of_batch = self.get_aux_loss_coeff("aux_loss"), self.get_aux_loss_coeff("global_aux_loss")
+        if any(of_batch):
+            score_sums, counts = _over_sequences(score_sums), _over_sequences(counts)
+        if of_batch[0]:
+            chosen = _sum(counts, self.tp_cp_group)
+            probs = self._with_balance_loss(probs, "aux_loss", score_sums, chosen, chosen)
+        if of_batch[1]:
+            chosen = _sum(counts, self.tp_dp_cp_group)
+            self.global_tokens_per_expert += chosen[0]
+            load, replicas = self.global_tokens_per_expert[None], self.tp_dp_cp_group.size() // self.tp_cp_group.size()
+            probs = self._with_balance_loss(probs, "global_aux_loss", score_sums, chosen, load, replicas)
+        return probs
+
+    def _with_balance_loss(
+        self, probs: Tensor, kind: str, score_sums: Tensor, counts: Tensor, load: Tensor, weight: float = 1.0
+    ) -> Tensor:
+        """The probabilities, with the gradient of a loss, whose value is logged.
+
+        Args:
+            score_sums, counts, load: see `balance`.
+            weight: of a sequence's loss.
+        """
+        from megatron_wrap.nn.kernels.router.balance import balance
+
+        total = self._loss_total(BALANCE_LOSSES[kind], score_sums.device)
+        coefficient = self.get_aux_loss_coeff(kind)
+        scale = weight * self.num_experts
+        gradient = balance(score_sums.detach(), counts, load, self.topk, scale, coefficient, total)
+        return with_loss_gradient(probs, score_sums, gradient)
+
+    def _loss_total(self, name: str, device: torch.device) -> Tensor:
+        """The sum of a loss without its coefficient, a scalar on the device, to which each pass adds this process's
+        share."""
+        if name not in self._loss_totals:
+            layer, layers = self.layer_number, self.config.num_layers
+            total = torch.zeros((), device=device) if layer is None else router_loss_total(name, layer, layers, device)
+            self._loss_totals[name] = total
+        return self._loss_totals[name]
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: Any,
+        **unused: Any,
+    ) -> Tensor:
+        """See `TopKRouter`; one operation on the device, and no scaling by tokens (engine/passes/loss.py)."""
+        self._loss_total(aux_loss_name, aux_loss.device).add_(aux_loss.detach(), alpha=1.0 / aux_loss_coeff)
+        attached: Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss)
+        return attached
 
     def _add_load(self, logits: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> None:
         """Add the tokens of a micro-batch: logits and routing_map [tokens, experts], padding_mask True on padding."""
@@ -111,7 +179,7 @@ class Router(TopKRouter):
 
         Args:
             logits: [tokens, experts], local.
-            padding_mask: bool [tokens], True on padding.
+            padding_mask: bool with an element for each token, True on padding.
         """
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self.training or not torch.is_grad_enabled():
@@ -119,7 +187,7 @@ class Router(TopKRouter):
         squares = torch.logsumexp(logits.float(), dim=-1).square()
         count = torch.full((), float(squares.numel()), device=squares.device)
         if padding_mask is not None:
-            squares = squares.masked_fill(padding_mask, 0.0)
+            squares = squares.masked_fill(padding_mask.reshape(-1), 0.0)
             count = count - padding_mask.sum()
         share = coefficient * squares.sum() / _sum(count, self.tp_cp_group).clamp(min=1.0)
         return self.attach_and_log_load_balancing_loss(logits, coefficient, share, "z_loss", self.tp_cp_group)
@@ -143,7 +211,7 @@ class Router(TopKRouter):
         mean_scores = scores_for_aux_loss.reshape(by_sequence).sum(dim=0) / tokens
         share = coefficient * self.num_experts / self.topk * (chosen / tokens * mean_scores).sum() / bsz
         return self.attach_and_log_load_balancing_loss(
-            probs, coefficient, share, "seq_load_balancing_loss", self.tp_cp_group
+            probs, coefficient, share, BALANCE_LOSSES["seq_aux_loss"], self.tp_cp_group
         )
 
     def _apply_global_aux_loss(
@@ -157,12 +225,11 @@ class Router(TopKRouter):
         chosen = _sum(routing_map.sum(dim=0).float(), self.tp_dp_cp_group)
         tokens = (chosen.sum() / self.topk).clamp(min=1.0)
         self.global_tokens_per_expert += chosen
-        self.ga_steps += 1
         load = self.global_tokens_per_expert / self.global_tokens_per_expert.sum().clamp(min=1.0)
         share = coefficient * self.num_experts * (load * scores_for_aux_loss.sum(dim=0)).sum() / tokens
         replicas = self.tp_dp_cp_group.size() // self.tp_cp_group.size()
         return self.attach_and_log_load_balancing_loss(
-            probs, coefficient, share * replicas, "global_load_balancing_loss", self.tp_cp_group
+            probs, coefficient, share * replicas, BALANCE_LOSSES["global_aux_loss"], self.tp_cp_group
         )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -190,6 +257,13 @@ def _selection(config: Any, group_score_experts: int | None) -> Selection | None
 
 def _sum(tensor: Tensor, group: Any) -> Tensor:
     """All-reduce (sum) over the group, detached."""
+    if group.size() == 1:
+        return tensor.detach()
     total = tensor.detach().clone()
     reduce_in_place(total, "sum", group)
     return total
+
+
+def _over_sequences(sums: Tensor) -> Tensor:
+    """[1, experts]: the sum of [sequences, experts]."""
+    return sums if len(sums) == 1 else sums.sum(dim=0, keepdim=True)

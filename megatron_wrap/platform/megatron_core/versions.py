@@ -203,6 +203,14 @@ def _layer_spec(name: str, arguments: dict[str, Any]) -> Any:
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
+BALANCE_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Load-balancing type -> the loss's name in `router_loss_values`."""
+
+
 def router_loss_values() -> dict[str, Any]:
     """Name -> this rank's sums of the routers' losses without their coefficients, [layers]. Returns the tensors
     themselves, which a caller may zero. 0.16 stores them in a dictionary, 0.19 in an object."""
@@ -212,6 +220,21 @@ def router_loss_values() -> dict[str, Any]:
     except ModuleNotFoundError:
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+
+
+def router_loss_total(name: str, layer_number: int, layers: int, device: Any) -> Any:
+    """The scalar of `router_loss_values` of a loss and a layer, counted from 1; zero if nothing was added yet. A caller
+    adds to the tensor itself, and may keep it as long as its model."""
+    import torch
+
+    zero = torch.zeros((), device=device)
+    try:
+        tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").get_moe_metrics_tracker()
+        tracker.record(name, zero, layer_number, layers)
+    except ModuleNotFoundError:
+        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        moe_utils.save_to_aux_losses_tracker(name, zero, layer_number, layers)
+    return router_loss_values()[name][layer_number - 1]
 
 
 def forget_router_losses() -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from _documented_router import documented_kernels
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.nn.experts import router as router_module
-from megatron_wrap.nn.kernels import expert_selection as selection_module
-from megatron_wrap.nn.kernels.expert_selection import Selection, can_route
+from megatron_wrap.nn.kernels.router import selection as selection_module
+from megatron_wrap.nn.kernels.router.selection import Selection, can_route
 
 pytestmark = [pytest.mark.transformers, pytest.mark.process_group]
 
@@ -29,15 +28,15 @@ def samples() -> list[dict[str, list[int]]]:
 
 
 def step(
-    tmp_path: Path, extra_padding: int = 0, logger: str = "", **arch: Any
+    tmp_path: Path, extra_padding: int = 0, logger: str = "", rows: int = 4, **arch: Any
 ) -> tuple[dict[str, float], torch.Tensor, list[Any]]:
-    """Train a one-layer model for one step with all samples in one micro-batch. Returns the metrics, the router's
-    logits [B, S, experts], and the gradient of the router's weight."""
+    """Train a one-layer model for one step with `rows` of the four samples in a micro-batch. Returns the metrics, the
+    router's logits [B, S, experts] of the first one, the gradient of the router's weight and its expert bias."""
     overrides = {
         "model.arch.num_layers": 1,
         "model.arch.num_experts": EXPERTS,
         "model.arch.moe_router_topk": TOPK,
-        "train.common.micro_batch_size": 4,
+        "train.common.micro_batch_size": rows,
         **{f"model.arch.{key}": value for key, value in arch.items()},
     }
     texts = [f"megatron_lm.{key}={value}" for key, value in overrides.items()]
@@ -54,7 +53,7 @@ def step(
         seen: list[torch.Tensor] = []
         router.register_forward_hook(lambda module, inputs, outputs: seen.append(module.gating(inputs[0]).detach()))
         metrics = wrap.train(samples())
-        gradients = [router.weight.main_grad.clone()]
+        gradients = [router.weight.main_grad.clone(), router.expert_bias]
     return metrics, seen[0].transpose(0, 1), gradients
 
 
@@ -126,27 +125,6 @@ def test_dropped_choices_are_counted(tmp_path: Path):
     assert 0 < metrics["experts/layer_0/dropped"] < TOPK * sum(LENGTHS)
 
 
-def documented_route(
-    logits: torch.Tensor, selection: Selection, bias: torch.Tensor | None, balances: bool
-) -> tuple[torch.Tensor, ...]:
-    """The arithmetic of `nn/kernels/routing.py` by Megatron-Core's functions."""
-    from megatron.core.transformer.moe.moe_utils import (
-        compute_routing_scores_for_aux_loss,
-        topk_routing_with_score_function,
-    )
-
-    score = "sigmoid" if selection.sigmoid else "softmax"
-    groups = (selection.groups, selection.group_topk) if selection.groups > 1 else (None, None)
-    assert selection.group_score_experts == (selection.topk // selection.group_topk if selection.groups > 1 else 1)
-    weights, chosen = topk_routing_with_score_function(
-        logits, selection.topk, selection.softmax_first, *groups, selection.scale, score, bias
-    )
-    best, scores = compute_routing_scores_for_aux_loss(logits.detach().requires_grad_(), selection.topk, score)
-    if balances:
-        best, scores = compute_routing_scores_for_aux_loss(logits, selection.topk, score)
-    return weights, chosen, scores if balances else scores.detach()[:0], best
-
-
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": "true"}
 GROUPS = {"moe_router_num_groups": 3, "moe_router_group_topk": 2}
 
@@ -156,21 +134,20 @@ GROUPS = {"moe_router_num_groups": 3, "moe_router_group_topk": 2}
     [
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFFICIENT, "moe_z_loss_coeff": 0.1},
         {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": COEFFICIENT, **SIGMOID, **GROUPS},
+        {
+            "moe_router_load_balancing_type": "[seq_aux_loss,global_aux_loss,aux_loss]",
+            "moe_aux_loss_coeff": "[0.25,0.125,0.5]",
+            **SIGMOID,
+        },
         {"moe_router_pre_softmax": "true", "moe_router_topk_scaling_factor": 2.5},
     ],
 )
-def test_the_kernel_gets_the_configuration_and_the_padding(tmp_path: Path, arch: dict[str, Any], monkeypatch):
-    expected, _, gradients = step(tmp_path, extra_padding=5, **arch)
-    calls: list[Selection] = []
-
-    def route(logits: torch.Tensor, selection: Selection, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        calls.append(selection)
-        return documented_route(logits, selection, *arguments)
-
-    monkeypatch.setattr(router_module, "can_route", lambda *_: True)
-    monkeypatch.setitem(sys.modules, "megatron_wrap.nn.kernels.routing", SimpleNamespace(route=route))
-    metrics, _, by_kernel = step(tmp_path, extra_padding=5, **arch)
-    assert len(calls) == 1
+def test_the_kernel_gets_the_configuration_and_the_padding(tmp_path: Path, arch: dict[str, Any]):
+    rows = 2 if "global" in str(arch) else 4  # the global loss adds up the loads of micro-batches
+    expected, _, gradients = step(tmp_path, extra_padding=5, rows=rows, **arch)
+    with documented_kernels() as calls:
+        metrics, _, by_kernel = step(tmp_path, extra_padding=5, rows=rows, **arch)
+    assert len(calls) == 4 // rows
     for name in expected:
         if name.endswith("loss") or name == "grad_norm":
             assert metrics[name] == pytest.approx(expected[name], rel=1e-6), name

@@ -1,13 +1,13 @@
 """The choice of experts and their weights in Triton, one kernel in each direction: scores, top-k, normalization, and
-the scores of the balance losses. Import it only where Triton is installed.
+what balance losses need of them, sums over tokens. Import it only where Triton is installed.
 
-A program has some tokens with the scores of all experts in registers. Arithmetic is in fp32; of equal scores the expert
-with the lower number is chosen first.
+A program has some tokens of a sequence with the scores of all experts in registers, and writes its part of the sums.
+Arithmetic is in fp32; of equal scores the expert with the lower number is chosen first.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_wrap.nn.kernels.expert_selection import Selection
+from megatron_wrap.nn.kernels.router.selection import Selection
 
 _BLOCK_ELEMENTS = 2048
 
@@ -56,8 +56,25 @@ def _within_best_groups(
 
 
 @triton.jit
+def _tokens(rows: tl.constexpr):
+    # of one sequence; the tokens of all sequences alternate
+    return (tl.program_id(0) * rows + tl.arange(0, rows)) * tl.num_programs(1) + tl.program_id(1)
+
+
+@triton.jit
+def _counted(padding, stride, batch_stride, batch, tokens, has_padding: tl.constexpr, rows: tl.constexpr):
+    # Whether balance losses count a token, [rows]
+    token = _tokens(rows)
+    counted = token < tokens
+    if has_padding:
+        offset = (token // batch).to(tl.int64) * stride + (token % batch) * batch_stride
+        counted = counted & (tl.load(padding + offset, mask=counted, other=0) == 0)
+    return counted
+
+
+@triton.jit
 def _load(logits, tokens, experts, rows: tl.constexpr, columns: tl.constexpr):
-    token = tl.program_id(0) * rows + tl.arange(0, rows)
+    token = _tokens(rows)
     number = tl.arange(0, columns)[None, :] + tl.zeros([rows, columns], dtype=tl.int32)
     is_expert = number < experts
     inside = (token < tokens)[:, None] & is_expert
@@ -74,13 +91,25 @@ def _softmax(values, available):
 
 
 @triton.jit
+def _store_sums(sums, part, parts: tl.constexpr, values, counted, experts, columns: tl.constexpr):
+    # of the counted rows of a program; sums: [programs of a sequence, parts, sequences, experts]
+    total = tl.sum(tl.where(counted[:, None], values, 0.0), axis=0)
+    row = (tl.program_id(0).to(tl.int64) * parts + part) * tl.num_programs(1) + tl.program_id(1)
+    column = tl.arange(0, columns)
+    tl.store(sums + row * experts + column, total, mask=column < experts)
+
+
+@triton.jit
 def _forward_kernel(
     logits,
     bias,
+    padding,
+    padding_stride,
+    padding_batch_stride,
+    batch,
     weights,
     mask,
-    balance_scores,
-    balance_mask,
+    sums,
     tokens,
     experts,
     scale,
@@ -91,7 +120,9 @@ def _forward_kernel(
     groups: tl.constexpr,
     group_topk: tl.constexpr,
     score_experts: tl.constexpr,
+    has_padding: tl.constexpr,
     balances: tl.constexpr,
+    counts: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
 ):
@@ -118,23 +149,31 @@ def _forward_kernel(
         result = _softmax(values, chosen)
     tl.store(weights + offset, (result * scale).to(weights.dtype.element_ty), mask=inside)
     tl.store(mask + offset, chosen.to(tl.int8), mask=inside)
+    counted = _counted(padding, padding_stride, padding_batch_stride, batch, tokens, has_padding, rows)
     if balances:
         if sigmoid:
             scores = scores / (tl.sum(scores, axis=1) + 1e-20)[:, None]
-        tl.store(balance_scores + offset, scores, mask=inside)
+        best = chosen
         if has_bias or groups > 1:
             best = _largest(scores, is_expert, number, topk, columns)
-            tl.store(balance_mask + offset, best.to(tl.int8), mask=inside)
+        _store_sums(sums, 0, 2 + counts, scores, counted, experts, columns)
+        _store_sums(sums, 1, 2 + counts, best.to(tl.float32), counted, experts, columns)
+    if counts:
+        _store_sums(sums, 2 * balances, 2 * balances + 1, chosen.to(tl.float32), counted, experts, columns)
 
 
 @triton.jit
 def _backward_kernel(
     logits,
     mask,
+    padding,
+    padding_stride,
+    padding_batch_stride,
+    batch,
     grad_weights,
-    grad_scores,
-    grad_scores_row,
-    grad_scores_column,
+    grad_sums,
+    grad_sums_stride,
+    grad_sums_expert_stride,
     grad_logits,
     tokens,
     experts,
@@ -142,11 +181,12 @@ def _backward_kernel(
     topk: tl.constexpr,
     sigmoid: tl.constexpr,
     softmax_first: tl.constexpr,
+    has_padding: tl.constexpr,
     balances: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
 ):
-    offset, inside, number, is_expert, values = _load(logits, tokens, experts, rows, columns)
+    offset, inside, _number, is_expert, values = _load(logits, tokens, experts, rows, columns)
     chosen = tl.load(mask + offset, mask=inside, other=0) != 0
     outer = tl.load(grad_weights + offset, mask=inside, other=0.0).to(tl.float32) * scale
     outer = tl.where(chosen, outer, 0.0)
@@ -166,9 +206,11 @@ def _backward_kernel(
             weights = _softmax(values, chosen)
             result = weights * (outer - tl.sum(outer * weights, axis=1)[:, None])
     if balances:
-        token = tl.program_id(0) * rows + tl.arange(0, rows)
-        position = token[:, None].to(tl.int64) * grad_scores_row + number * grad_scores_column
-        inner = tl.load(grad_scores + position, mask=inside, other=0.0).to(tl.float32)
+        counted = _counted(padding, padding_stride, padding_batch_stride, batch, tokens, has_padding, rows)
+        column = tl.arange(0, columns)
+        position = tl.program_id(1) * grad_sums_stride + column * grad_sums_expert_stride
+        of_sums = tl.load(grad_sums + position, mask=column < experts, other=0.0)
+        inner = tl.where(counted[:, None], of_sums[None, :], 0.0)
         if sigmoid:
             total = tl.sum(scores, axis=1) + 1e-20
             mean = tl.sum(inner * scores, axis=1) / total
@@ -180,78 +222,93 @@ def _backward_kernel(
     tl.store(grad_logits + offset, result.to(grad_logits.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _split_kernel(values, parts, columns, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, block)
-    inside = column < columns
-    rest = tl.load(values + row * columns + column, mask=inside, other=0.0)
-    for number in tl.static_range(3):
-        part = rest.to(tl.bfloat16)
-        tl.store(parts + (3 * row + number) * columns + column, part, mask=inside)
-        rest -= part.to(tl.float32)
+class Routing(NamedTuple):
+    """The experts of T tokens of some sequences."""
 
-
-def split(values: Tensor) -> Tensor:
-    """bf16 [N, 3 * columns] of fp32 [N, columns] on a GPU: three tensors side by side, whose sum they are."""
-    rows, columns = values.shape
-    parts = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=values.device)
-    if rows:
-        block = triton.next_power_of_2(columns)
-        _split_kernel[(rows,)](values.contiguous(), parts, columns, block=block, num_warps=1)
-    return parts
+    weights: Tensor
+    """[T, experts] in the dtype of the logits; 0 where an expert is not chosen."""
+    chosen: Tensor
+    """bool [T, experts]."""
+    score_sums: Tensor | None
+    """fp32 [sequences, experts], with gradient: sums of the scores, which add up to 1 for each token."""
+    best_counts: Tensor | None
+    """fp32 [sequences, experts]: tokens for which an expert has one of the highest scores, without bias and groups."""
+    chosen_counts: Tensor | None
+    """fp32 [sequences, experts]: tokens of each expert. All sums and counts are without padding."""
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, selection: Selection, balances: bool) -> Any:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        bias: Tensor | None,
+        padding: Tensor | None,
+        selection: Selection,
+        sequences: int,
+        balances: bool,
+        counts: bool,
+    ) -> Any:
         logits = logits.contiguous()
-        tokens, experts = logits.shape
+        experts = logits.shape[1]
         weights, mask = torch.empty_like(logits), torch.empty(logits.shape, dtype=torch.int8, device=logits.device)
-        scores = torch.empty(logits.shape if balances else (0,), dtype=torch.float32, device=logits.device)
-        differs = balances and (bias is not None or selection.groups > 1)
-        balance_mask = torch.empty_like(mask) if differs else mask
+        grid, parts = _grid(logits, sequences), 2 * balances + counts
+        sums = torch.empty((grid[0], parts, sequences, experts), dtype=torch.float32, device=logits.device)
         if logits.numel():
             form = {
-                **_form(selection, balances),
+                **_form(selection, padding, balances),
                 **{"has_bias": bias is not None, "groups": selection.groups, "group_topk": selection.group_topk},
-                "score_experts": selection.group_score_experts,
+                **{"score_experts": selection.group_score_experts, "counts": counts},
             }
-            _forward_kernel[_grid(logits)](
-                *(logits, logits if bias is None else bias, weights, mask, scores, balance_mask, tokens, experts),
+            _forward_kernel[grid](
+                *(logits, logits if bias is None else bias, *_positions(padding, logits)),
+                *(weights, mask, sums, *logits.shape),
                 **form,
                 **_launch(experts),
             )
-        ctx.selection, ctx.balances = selection, balances
+        ctx.selection, ctx.sequences = selection, sequences
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, mask)
-        chosen, best = mask.view(torch.bool), balance_mask.view(torch.bool)
-        ctx.mark_non_differentiable(chosen, best)
-        return weights, chosen, scores, best
+        ctx.save_for_backward(logits, mask, padding)
+        chosen = mask.view(torch.bool)
+        if not parts:
+            ctx.mark_non_differentiable(chosen)
+            return weights, chosen, None, None, None
+        totals = sums.sum(dim=0).unbind()
+        of_scores, of_best = totals[:2] if balances else (None, None)
+        of_chosen = totals[-1] if counts else None
+        ctx.mark_non_differentiable(chosen, *(each for each in (of_best, of_chosen) if each is not None))
+        return weights, chosen, of_scores, of_best, of_chosen
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, mask = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        logits, mask, padding = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         if logits.numel():
             of_weights = torch.zeros_like(logits) if grads[0] is None else grads[0].contiguous()
-            balances = ctx.balances and grads[2] is not None
-            of_scores = grads[2] if balances else of_weights
-            strides = of_scores.stride() if balances else (0, 0)  # the sum over tokens expands one row
-            _backward_kernel[_grid(logits)](
-                *(logits, mask, of_weights, of_scores, *strides, grad_logits, *logits.shape),
-                **_form(ctx.selection, balances),
+            balances = grads[2] is not None
+            of_sums = grads[2] if balances else of_weights
+            _backward_kernel[_grid(logits, ctx.sequences)](
+                *(logits, mask, *_positions(padding, logits), of_weights, of_sums, *of_sums.stride()),
+                *(grad_logits, *logits.shape),
+                **_form(ctx.selection, padding, balances),
                 **_launch(logits.shape[1]),
             )
-        return grad_logits, None, None, None
+        return grad_logits, None, None, None, None, None, None
 
 
-def _form(selection: Selection, balances: bool) -> dict[str, Any]:
+def _form(selection: Selection, padding: Tensor | None, balances: bool) -> dict[str, Any]:
     return {
         **{"scale": float(selection.scale), "topk": selection.topk, "sigmoid": selection.sigmoid},
-        **{"softmax_first": selection.softmax_first, "balances": balances},
+        **{"softmax_first": selection.softmax_first, "has_padding": padding is not None, "balances": balances},
     }
+
+
+def _positions(padding: Tensor | None, logits: Tensor) -> tuple[Tensor, int, int, int]:
+    if padding is None:
+        return logits, 0, 0, 1
+    stride, batch_stride = padding.stride()
+    return padding, stride, batch_stride, padding.shape[1]
 
 
 def _launch(experts: int) -> dict[str, int]:
@@ -259,25 +316,31 @@ def _launch(experts: int) -> dict[str, int]:
     return {"rows": max(1, _BLOCK_ELEMENTS // columns), "columns": columns, "num_warps": 4}
 
 
-def _grid(logits: Tensor) -> tuple[int]:
-    return (triton.cdiv(logits.shape[0], _launch(logits.shape[1])["rows"]),)
+def _grid(logits: Tensor, sequences: int) -> tuple[int, int]:
+    length = logits.shape[0] // sequences
+    return triton.cdiv(length, _launch(logits.shape[1])["rows"]), sequences
 
 
 def route(
-    logits: Tensor, selection: Selection, bias: Tensor | None, balances: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor,
+    selection: Selection,
+    bias: Tensor | None,
+    padding: Tensor | None,
+    *,
+    sequences: int = 1,
+    balances: bool = False,
+    counts: bool = False,
+) -> Routing:
     """The experts of each token and their weights.
 
     Args:
         logits: [T, experts] on a GPU, in any floating dtype but float64.
         selection: one that `can_route` accepts.
         bias: fp32 [experts], added to the scores for the selection alone; only with sigmoid.
-        balances: also return what balance losses need.
-
-    Returns:
-        The weights [T, experts] in the dtype of the logits, 0 where an expert is not chosen, and bool [T, experts],
-        whether it is; fp32 [T, experts] scores that add up to 1, and bool [T, experts], the experts of the highest
-        scores without bias and groups: of these two only the second has a meaning if not `balances`.
+        padding: bool [S, B] of T = S * B tokens with any strides, True for tokens without effect on sums and counts;
+            None: there are none.
+        sequences: B, or 1 for sums over all tokens.
+        balances: also return `score_sums` and `best_counts`, which balance losses need.
+        counts: also return `chosen_counts`.
     """
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _Route.apply(logits, bias, selection, balances)
-    return result
+    return Routing(*_Route.apply(logits, bias, padding, selection, sequences, balances, counts))

@@ -1,0 +1,1 @@
+"""Triton kernels of the router of a mixture of experts, and what they support."""
