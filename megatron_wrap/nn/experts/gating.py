@@ -46,7 +46,7 @@ class _Gate(torch.autograd.Function):
         parts = _split(grads[0].reshape(-1, weight.shape[0]))
         of_hidden = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_hidden = (parts @ weight.repeat(3, 1)).view(hidden.shape)
+            of_hidden = (parts @ torch.cat((weight, weight, weight))).view(hidden.shape)
         if ctx.needs_input_grad[1]:
             of_parts = _fp32_product(parts.t(), hidden.reshape(-1, hidden.shape[-1]))
             of_weight = of_parts.view(3, *weight.shape).sum(0).to(weight.dtype)
