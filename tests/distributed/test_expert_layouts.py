@@ -208,6 +208,19 @@ def test_losses_from_sums_over_tokens_count_each_real_token_once(case: str, one_
     assert_like_one_rank(ranks, one_rank(*overrides), case, tmp_path, overrides, ours)
 
 
+def test_the_global_loss_from_sums_over_tokens_with_replicas(ranks, tmp_path):
+    """Against that from scores on the same layout, since it depends on the order of micro-batches."""
+    loss = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.2}
+    processes, of_layout = layout("dp2-ep2")
+    overrides = (*STEPS_OF_RUN, *arch(MODELS["mixtral"], loss), "megatron_lm.train.common.micro_batch_size=1")
+    expected, actual = (
+        ranks(processes).run(train, (*overrides, *of_layout), str(tmp_path), False, STEPS)[0]
+        for train in (_model_runs.train, _model_runs.train_with_documented_kernels)
+    )
+    for name in ("losses", "grad_norms", "router_losses"):
+        numpy.testing.assert_allclose(actual[name], expected[name], rtol=1e-5)
+
+
 RECOMPUTE = "megatron_lm.train.recompute."
 RECOMPUTED = {
     "full": tuple(
