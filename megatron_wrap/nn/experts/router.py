@@ -45,6 +45,13 @@ class Router(TopKRouter):
         """fp32 [experts + 3]: this process's tokens of each expert, tokens, sum of the tokens' entropies and dropped
         assignments since `record_load`, without padding; None: not recorded."""
 
+    def _maintain_float32_expert_bias(self) -> None:
+        """Keep the buffers in fp32, which Megatron-Core's `Float16Module` converts to half precision, where the counts
+        of tokens would be rounded from 257 on: in contrast to `TopKRouter`, not the expert bias alone."""
+        for buffer in self.buffers(recurse=False):
+            if buffer.dtype in (torch.bfloat16, torch.float16):
+                buffer.data = buffer.data.float()
+
     def leave_decoder(self) -> None:
         """The router of a layer outside of the decoder: its losses have gradients, but are not among the metrics, which
         are those of the decoder's layers."""

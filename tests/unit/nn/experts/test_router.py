@@ -28,7 +28,7 @@ def samples() -> list[dict[str, list[int]]]:
 
 
 def step(
-    tmp_path: Path, extra_padding: int = 0, logger: str = "", rows: int = 4, **arch: Any
+    tmp_path: Path, extra_padding: int = 0, logger: str = "", rows: int = 4, dtype: str = "fp32", **arch: Any
 ) -> tuple[dict[str, float], torch.Tensor, list[Any]]:
     """Train a one-layer model for one step with `rows` of the four samples in a micro-batch. Returns the metrics, the
     router's logits [B, S, experts] of the first one, the gradient of the router's weight and its expert bias."""
@@ -37,6 +37,7 @@ def step(
         "model.arch.num_experts": EXPERTS,
         "model.arch.moe_router_topk": TOPK,
         "train.common.micro_batch_size": rows,
+        "train.dtype.bf16": str(dtype == "bf16").lower(),
         **{f"model.arch.{key}": value for key, value in arch.items()},
     }
     texts = [f"megatron_lm.{key}={value}" for key, value in overrides.items()]
@@ -49,11 +50,14 @@ def step(
         wrap.setup_model_and_optimizer()
         state = wrap.state
         state.extra_padding = extra_padding
-        router = state.chunks[0].module.decoder.layers[0].mlp.router
+        from megatron_wrap.nn.experts.router import Router
+
+        (router,) = (module for module in state.chunks[0].modules() if isinstance(module, Router))
         seen: list[torch.Tensor] = []
         router.register_forward_hook(lambda module, inputs, outputs: seen.append(module.gating(inputs[0]).detach()))
         metrics = wrap.train(samples())
         gradients = [router.weight.main_grad.clone(), router.expert_bias]
+        assert all(buffer.dtype == torch.float32 for buffer in router.buffers())
     return metrics, seen[0].transpose(0, 1), gradients
 
 
@@ -103,6 +107,16 @@ def test_padding_changes_no_loss_and_no_gradient(tmp_path: Path, kind: str):
         if name.endswith("loss") or name == "grad_norm":
             assert padded[name] == pytest.approx(tight[name], rel=1e-5), name
     torch.testing.assert_close(padded_gradients, gradients, rtol=1e-4, atol=1e-7)
+
+
+def test_counts_of_tokens_are_not_rounded_in_half_precision(tmp_path: Path):
+    """`step` looks at the buffers that contain them."""
+    losses = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": COEFFICIENT}
+    bias = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": "true"}
+    metrics, _, (gradient, expert_bias) = step(tmp_path, dtype="bf16", **losses, **bias)
+    assert metrics["global_load_balancing_loss"] > 0
+    assert gradient.abs().sum() > 0
+    assert expert_bias.abs().sum() > 0
 
 
 def test_losses_without_coefficient_are_not_reported(tmp_path: Path):
