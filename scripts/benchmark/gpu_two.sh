@@ -94,7 +94,8 @@ everything() {
   # Experts: forced balance; the profile has exposed communication and idle time
   task ep-one $experts --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
   bare "$fused$permuted,overlapped communication"
-  task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled"
+  task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled" \
+    --variant "ours-eager: $eager" --variant "ours-te: $engine"
   task ep-micro-2 $experts $arch.num_layers=$layers $ep=2 $step=16 $micro=2 "${flags[@]}" "${slow[@]}" \
     --variant "ours-profile: $profiled"
   # Small and large micro-batches
@@ -121,8 +122,9 @@ everything() {
       --variant "ours-experts: $mixture"
   fi
   task ep-shared-one $shared --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
-  task ep-shared $shared $arch.num_layers=$layers $ep=2 $step=16 "${alone[@]}" "${slow[@]}" --only-variants \
-    --variant "ours-profile: $profiled"
+  bare "$fused$permuted,overlapped communication"
+  task ep-shared $shared $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" \
+    --variant "ours-profile: $profiled" --variant "ours-eager: $eager"
 }
 
 second() {
