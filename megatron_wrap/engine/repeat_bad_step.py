@@ -17,7 +17,7 @@ from megatron_wrap.engine.batches.packed_rows import pack
 from megatron_wrap.engine.batches.prepared_batch import PreparedBatch
 from megatron_wrap.engine.passes.deferred_reduction import deferred_reduction
 from megatron_wrap.engine.passes.non_finite import NonFinite, NonFiniteWatch, non_finite_parameters
-from megatron_wrap.engine.router_losses import reset_router_losses, unchanged_expert_load
+from megatron_wrap.engine.router_losses import reset_router_losses
 from megatron_wrap.engine.state.open_step import OpenStep
 from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import TrainingState
@@ -250,8 +250,7 @@ def _unchanged(state: TrainingState, step: OpenStep) -> Iterator[None]:
     if step.random_states is not None:
         step.random_states.restore()
     try:
-        with unchanged_expert_load(state.chunks):
-            yield
+        yield
     finally:
         for buffer, value in zip(buffers, saved, strict=True):
             buffer.copy_(value)

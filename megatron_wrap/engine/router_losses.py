@@ -7,7 +7,6 @@ micro-batch of each replica the same weight. They are not part of the objective 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,18 +78,6 @@ def expert_load(chunks: Sequence[torch.nn.Module], arch: ArchConfig, world: Axis
         metrics[f"{name}/entropy"] = entropy / max(tokens, 1.0)
         metrics[f"{name}/dropped"] = dropped
     return metrics
-
-
-@contextmanager
-def unchanged_expert_load(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Passes within the context add nothing to what `expert_load` reports."""
-    loads = [router.load for router in _routers(chunks) if router.load is not None]
-    saved = [load.clone() for load in loads]
-    try:
-        yield
-    finally:
-        for load, value in zip(loads, saved, strict=True):
-            load.copy_(value)
 
 
 def _routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:

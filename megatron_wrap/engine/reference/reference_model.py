@@ -153,9 +153,9 @@ class ReferenceModel:
             if self.average is not None:
                 target.copy_(average)
         for target_chunk, source_chunk in zip(self.chunks, policy, strict=True):
-            buffers = zip(bare_model(target_chunk).buffers(), bare_model(source_chunk).buffers(), strict=True)
-            for target_buffer, source_buffer in buffers:
-                target_buffer.copy_(source_buffer)
+            of_policy = dict(bare_model(source_chunk).named_buffers())  # also what its routers count, for metrics
+            for name, buffer in bare_model(target_chunk).named_buffers():
+                buffer.copy_(of_policy[name])
 
 
 @dataclass
