@@ -109,8 +109,8 @@ def _cells(
     begin = tl.load(ends + group - 1, mask=(group > 0) & (group < groups), other=0)
     row = tl.full([block_tokens, block_groups], -1, tl.int32)
     source = indices + token.to(tl.int64) * count
-    for place in range(count):
-        of_token = tl.load(source + place, mask=token < tokens, other=-1).to(tl.int32)[:, None]
+    for position in range(count):
+        of_token = tl.load(source + position, mask=token < tokens, other=-1).to(tl.int32)[:, None]
         row = tl.where((of_token >= begin[None, :]) & (of_token < end[None, :]), of_token, row)
     column = group[:, None] * each + number[None, :]
     is_column = (group < groups)[:, None] & (number < each)[None, :]
@@ -121,8 +121,8 @@ def _cells(
 
 
 @triton.jit(do_not_specialize=["count_tokens", "weight_programs"])
-def _spread_with_weights_kernel(
-    tokens,
+def _move_with_weights_kernel(
+    values,
     weights,
     members,
     indices,
@@ -134,6 +134,7 @@ def _spread_with_weights_kernel(
     columns,
     groups,
     each,
+    to_rows: tl.constexpr,
     masked: tl.constexpr,
     count: tl.constexpr,
     block: tl.constexpr,
@@ -141,59 +142,29 @@ def _spread_with_weights_kernel(
     block_groups: tl.constexpr,
     block_each: tl.constexpr,
 ):
+    # from tokens to rows, or sums of rows to tokens
     program = tl.program_id(0)
     if program < weight_programs:
         first = program * block_tokens
-        _inside, offset, has_row, target = _cells(
+        inside, of_token, has_row, of_row = _cells(
             indices, ends, first, count_tokens, groups, each, count, block_tokens, block_groups, block_each
         )
         is_read = has_row
         if masked:
-            is_read = is_read & (tl.load(members + offset, mask=has_row, other=0) != 0)
-        value = tl.load(weights + offset, mask=is_read, other=-1.0)
-        tl.store(out_weights + target, value, mask=has_row)
+            is_read = is_read & (tl.load(members + of_token, mask=has_row, other=0) != 0)
+        if to_rows:
+            tl.store(out_weights + of_row, tl.load(weights + of_token, mask=is_read, other=-1.0), mask=has_row)
+        else:
+            tl.store(out_weights + of_token, tl.load(weights + of_row, mask=is_read, other=0.0), mask=inside)
     else:
-        of_tokens = program - weight_programs
+        of_values = program - weight_programs
         blocks = tl.cdiv(columns, block)
-        token = (of_tokens // blocks).to(tl.int64)
-        _spread_token(tokens, indices, out, token, (of_tokens % blocks) * block, columns, count, block)
-
-
-@triton.jit(do_not_specialize=["count_tokens", "weight_programs"])
-def _sum_with_weights_kernel(
-    rows,
-    weights,
-    members,
-    indices,
-    ends,
-    out,
-    out_weights,
-    count_tokens,
-    weight_programs,
-    columns,
-    groups,
-    each,
-    masked: tl.constexpr,
-    count: tl.constexpr,
-    block: tl.constexpr,
-    block_tokens: tl.constexpr,
-    block_groups: tl.constexpr,
-    block_each: tl.constexpr,
-):
-    program = tl.program_id(0)
-    if program < weight_programs:
-        first = program * block_tokens
-        inside, offset, is_read, source = _cells(
-            indices, ends, first, count_tokens, groups, each, count, block_tokens, block_groups, block_each
-        )
-        if masked:
-            is_read = is_read & (tl.load(members + offset, mask=is_read, other=0) != 0)
-        tl.store(out_weights + offset, tl.load(weights + source, mask=is_read, other=0.0), mask=inside)
-    else:
-        of_tokens = program - weight_programs
-        blocks = tl.cdiv(columns, block)
-        token = (of_tokens // blocks).to(tl.int64)
-        _sum_token(rows, indices, out, token, (of_tokens % blocks) * block, columns, count, block)
+        token = (of_values // blocks).to(tl.int64)
+        first_column = (of_values % blocks) * block
+        if to_rows:
+            _spread_token(values, indices, out, token, first_column, columns, count, block)
+        else:
+            _sum_token(values, indices, out, token, first_column, columns, count, block)
 
 
 def spread_with_weights(
@@ -219,8 +190,9 @@ def spread_with_weights(
     if total:
         grid, sizes, form = _launch(tokens.shape, indices.shape[1], groups, each)
         mask = weights if members is None else members.view(torch.uint8)
-        _spread_with_weights_kernel[grid](
-            *(tokens, weights, mask, indices, ends, out, out_weights, *sizes), masked=members is not None, **form
+        _move_with_weights_kernel[grid](
+            *(tokens, weights, mask, indices, ends, out, out_weights, *sizes),
+            **{"to_rows": True, "masked": members is not None, **form},
         )
     return out, out_weights
 
@@ -242,8 +214,9 @@ def sum_with_weights(
     if tokens:
         grid, sizes, form = _launch(out.shape, indices.shape[1], groups, each)
         mask = weights if members is None else members.view(torch.uint8)
-        _sum_with_weights_kernel[grid](
-            *(rows, weights, mask, indices, ends, out, out_weights, *sizes), masked=members is not None, **form
+        _move_with_weights_kernel[grid](
+            *(rows, weights, mask, indices, ends, out, out_weights, *sizes),
+            **{"to_rows": False, "masked": members is not None, **form},
         )
     return out, out_weights
 

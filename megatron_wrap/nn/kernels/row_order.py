@@ -65,15 +65,7 @@ def _count_kernel(
     first = tl.program_id(0) * parts * block_tokens
     for part in range(parts):
         _token, count = _load_block(
-            members,
-            first + part * block_tokens,
-            tokens,
-            groups,
-            each,
-            by_sign,
-            block_tokens,
-            block_groups,
-            block_each,
+            members, first + part * block_tokens, tokens, groups, each, by_sign, block_tokens, block_groups, block_each
         )
         rows += tl.sum((count > 0).to(tl.int32), axis=0)
         all_members += tl.sum(count, axis=0)
@@ -131,15 +123,7 @@ def _order_kernel(
     first = tl.program_id(0) * parts * block_tokens
     for part in range(parts):
         token, count = _load_block(
-            members,
-            first + part * block_tokens,
-            tokens,
-            groups,
-            each,
-            by_sign,
-            block_tokens,
-            block_groups,
-            block_each,
+            members, first + part * block_tokens, tokens, groups, each, by_sign, block_tokens, block_groups, block_each
         )
         chosen = (count > 0).to(tl.int32)
         row = begin[None, :] + tl.cumsum(chosen, axis=0) - chosen
