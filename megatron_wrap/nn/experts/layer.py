@@ -48,7 +48,7 @@ class GroupedMoELayer(MoELayer):
         return tokens, weights, *self.token_dispatcher.prepared
 
     def from_exchange_on(self, prepared: Sequence[Tensor], shape: torch.Size) -> tuple[Tensor, None]:
-        """The other part, and no bias.
+        """The other part of the forward pass: the output [s, b, H], and no bias.
 
         Args:
             prepared: of `until_exchange`.

@@ -135,7 +135,7 @@ class Router(TopKRouter):
 
         Args:
             score_sums, counts, load: see `balance`.
-            weight: of a sequence's loss.
+            weight: of the loss besides its coefficient.
         """
         from megatron_wrap.nn.kernels.router.balance import balance
 
