@@ -290,8 +290,8 @@ def test_layers_and_graphs_of_divided_layers_are_the_fastest_measured(
 ) -> None:
     config = load(*overrides, run="tiny-llama-sft")
     chosen = values(config, machine, 1)
-    given = config.arch.upstream.get("cuda_graph_impl")
-    assert (chosen.get(LAYERS), chosen.get(GRAPHS, given if given != "none" else None)) == (layers, graphs)
+    configured = config.arch.upstream.get("cuda_graph_impl")
+    assert (chosen.get(LAYERS), chosen.get(GRAPHS, configured if configured != "none" else None)) == (layers, graphs)
     assert cuda_connections(config, machine, None).value == queues
     decided = with_choices(config, choices(config, machine, 1))
     assert derived.captures_graphs(decided.arch) == (graphs == "local")
