@@ -57,7 +57,8 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
     _counts: Tensor
     """Of `sizes`, on the device."""
     _deferred: DeferredGradient | None = None
-    _wait: Callable[[], None] | None = None
+    _waits: Sequence[Callable[[], object]] = ()
+    """For the weights, then for the tokens of an exchange."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [T, H] of the hidden states [..., H], and the weights [T, experts] of their experts. Nothing waits for
@@ -105,28 +106,36 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         if not self._exchanges:
             return tokens, weights
         self.sizes = _ExchangeSizes(self._counts, self.ep_group.rank(), self.tp_rank, self.tp_size)
-        of_rows = rows_of_tokens(tokens, weights, self.sent, None, self.routing_map)  # before the host waits
+        rows, of_rows = rows_of_tokens(tokens, weights, self.sent, None, self.routing_map)  # before the host waits
         send, receive = self.sizes.send, self.sizes.receive
         deferred, self._deferred = self._deferred, None
-        (received, of_received), self._wait = exchange_rows(of_rows, self.ep_group, receive, send, deferred)
-        return received, of_received
+        received, self._waits = exchange_rows((of_rows, rows), self.ep_group, receive, send, deferred)
+        return received[1], received[0]
 
     def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, RowEnds, Tensor]:
         """Rows [R, H] of the local experts sorted by expert, where those of each end, and the weights [R]."""
         members, topk = self.routing_map, self.config.moe_router_topk
         rows = members.shape[0] * topk
+        waits, self._waits = self._waits, ()
         if self.sizes is not None:
-            wait, self._wait = self._wait, None
-            if wait is not None:
-                wait()
-            if self.tp_size > 1:
-                sizes = self.sizes.of_tensor_ranks
-                tokens = gather_from_sequence_parallel_region(tokens, group=self.tp_group, output_split_sizes=sizes)
-                weights = gather_from_sequence_parallel_region(weights, group=self.tp_group, output_split_sizes=sizes)
+            waits[0]()
+            weights = self._of_tensor_ranks(weights, self.sizes)
             members, rows = weights.detach(), self.sizes.rows
         self.order = row_order(members, self.num_local_experts, min(topk, self.num_local_experts))
+        if self.sizes is not None:
+            waits[1]()  # the tokens arrive while their rows are ordered
+            tokens = self._of_tensor_ranks(tokens, self.sizes)
         of_rows, weights_of_rows = rows_of_tokens(tokens, weights, self.order, rows)
         return of_rows, RowEnds(self.order.ends), weights_of_rows
+
+    def _of_tensor_ranks(self, received: Tensor, sizes: _ExchangeSizes) -> Tensor:
+        """What all processes that share the local experts have received."""
+        if self.tp_size == 1:
+            return received
+        gathered: Tensor = gather_from_sequence_parallel_region(
+            received, group=self.tp_group, output_split_sizes=sizes.of_tensor_ranks
+        )
+        return gathered
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums over the local experts of each token; partial sums of tensor-parallel experts are added up."""
@@ -142,7 +151,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         """Send the sums back to the processes of their tokens."""
         if self.sizes is None:
             return hidden_states
-        (received,), wait = exchange_rows((hidden_states,), self.ep_group, self.sizes.send, self.sizes.receive)
+        (received,), (wait,) = exchange_rows((hidden_states,), self.ep_group, self.sizes.send, self.sizes.receive)
         wait()
         return received
 

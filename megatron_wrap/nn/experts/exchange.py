@@ -18,9 +18,9 @@ def exchange_rows(
     receive: list[int],
     send: list[int],
     deferred: DeferredGradient | None = None,
-) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
-    """Begin to exchange rows: for each tensor those [sum(receive), ...] that the processes of the group send to this
-    one, and a function that must be called before they are used.
+) -> tuple[tuple[Tensor, ...], list[Callable[[], object]]]:
+    """Begin to exchange rows, one tensor after the other: for each of them those [sum(receive), ...] that the processes
+    of the group send to this one, and for each a function that must be called before they are used.
 
     Args:
         tensors: at least [sum(send), ...] each, sorted by receiver; further rows are not sent, and their gradients are
@@ -34,12 +34,7 @@ def exchange_rows(
     waits: list[Callable[[], object]] = []
     weight = None if deferred is None else deferred.weight
     received: tuple[Tensor, ...] = _Exchange.apply(group, receive, send, deferred, waits, weight, *tensors)
-
-    def wait() -> None:
-        for each in waits:
-            each()
-
-    return received, wait
+    return received, waits
 
 
 class _Exchange(torch.autograd.Function):
