@@ -346,13 +346,7 @@ def _exchanges_tokens(config: RunConfig) -> bool:
 
 def _sorts_on_device(config: RunConfig, machine: Machine) -> bool:
     """Whether layers have no experts, or those whose exchange `nn/experts/dispatcher.py` prepares on the device."""
-    arch = config.arch
-    if arch.num_experts is None:
-        return True
-    grouped = arch.experts_impl == "grouped_mm" or (arch.experts_impl == "auto" and arch.moe_grouped_gemm is None)
-    others = ("moe_shared_expert_overlap", "moe_expert_capacity_factor", "moe_latent_size")
-    plain = arch.moe_token_dispatcher_type == "alltoall" and not any(map(arch.upstream.get, others))
-    return grouped and machine.grouped_products and plain
+    return config.arch.num_experts is None or (derived.sorts_tokens_on_device(config.arch) and machine.grouped_products)
 
 
 def _graphs(config: RunConfig, machine: Machine) -> Choice | None:

@@ -58,9 +58,25 @@ def _check_graphs(config: RunConfig) -> None:
     if (mode := config.train.router_replay) != "disabled":
         rule = f"CUDA graphs of layers replay no recorded routing; write none for router_replay {mode}"
         refuse(config, [*keys, "train.router_replay"], rule)
+    _check_graphs_of_experts(config, keys)
     if derived.varies_in_length(config):
         rule = "CUDA graphs need micro-batches of one shape; write collate_type: fixed_length without packing, or none"
         refuse(config, [*keys, "flow.flow_key"], rule)
+
+
+def _check_graphs_of_experts(config: RunConfig, keys: list[str]) -> None:
+    """A graph of a layer ends before the exchange of its tokens (nn/experts/captured_layer.py); for others the host
+    would wait during the capture."""
+    arch, parallel = config.arch, config.parallel
+    exchanges = parallel.expert_model_parallel_size > 1 or derived.expert_tensor_parallel_size(parallel) > 1
+    if arch.num_experts is None or not exchanges:
+        return
+    if not derived.sorts_tokens_on_device(arch) or config.recompute.recompute_granularity is not None:
+        rule = (
+            "CUDA graphs of layers that exchange tokens need experts_impl grouped_mm, moe_token_dispatcher_type "
+            "alltoall, no recomputation, capacity factor, latent experts and moe_shared_expert_overlap; write none"
+        )
+        refuse(config, [*keys, "arch.num_experts"], rule)
 
 
 def _check_platform(config: RunConfig) -> None:

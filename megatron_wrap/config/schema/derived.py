@@ -446,6 +446,14 @@ def captures_graphs(arch: ArchConfig) -> bool:
     return arch.upstream.get("cuda_graph_impl") == "local" or bool(arch.upstream.get("enable_cuda_graph"))
 
 
+def sorts_tokens_on_device(arch: ArchConfig) -> bool:
+    """Whether the configuration allows for experts as grouped products whose tokens are sorted on the device and
+    exchanged by a plain all-to-all (nn/experts/dispatcher.py)."""
+    grouped = arch.experts_impl == "grouped_mm" or (arch.experts_impl == "auto" and arch.moe_grouped_gemm is None)
+    others = ("moe_shared_expert_overlap", "moe_expert_capacity_factor", "moe_latent_size")
+    return grouped and arch.moe_token_dispatcher_type == "alltoall" and not any(map(arch.upstream.get, others))
+
+
 def varies_in_length(config: RunConfig) -> bool:
     """Whether micro-batches differ in shape: packed ones, and those that a shipped flow pads to their longest sample.
     Of another flow it is not known, and the answer is no."""
