@@ -327,7 +327,7 @@ def _has_measured_layers(config: RunConfig) -> bool:
     """Whether torch's layers were measured to be as fast as Transformer Engine's in this layout: dense ones, and those
     with experts under expert parallelism without tensor and context parallelism."""
     arch, parallel = config.arch, config.parallel
-    if not (arch.linear_attention_freq is arch.mtp_num_layers is fp8_settings(config) is None):
+    if any(value is not None for value in (arch.linear_attention_freq, arch.mtp_num_layers, fp8_settings(config))):
         return False
     if arch.num_experts is None:
         return not arch.multi_latent_attention
