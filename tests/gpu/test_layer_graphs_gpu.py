@@ -36,6 +36,8 @@ def overrides(implementation: str, graphs: bool, *more: str, axis: str = "tensor
     if axis == "expert_model":
         more += tuple(f"{arch}.{name}={value}" for name, value in EXPERTS.items())
         more += ("megatron_wrap.logger.add_expert_load_to_metrics=true",)
+    if axis == "tensor_model" and implementation == "torch":  # chosen with graphs alone, and it adds in another order
+        more += ("megatron_lm.model.parallel.tp_comm_overlap=true",)
     return [
         *(
             []
