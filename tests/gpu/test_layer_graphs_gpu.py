@@ -47,6 +47,7 @@ def overrides(implementation: str, graphs: bool, *more: str, axis: str = "tensor
         f"{arch}.transformer_impl={implementation}",
         f"{arch}.cuda_graph_impl={'local' if graphs else 'none'}",
         "megatron_lm.train.dtype.__select__=bf16",
+        "megatron_lm.train.learning-rate.lr_warmup_iters=1",  # the first step keeps the weights
         *more,
     ]
 
@@ -58,7 +59,8 @@ def phase(name: str) -> None:
 
 def train(implementation: str, graphs: bool, axis: str) -> dict:
     """Losses of steps with an evaluation of fewer rows between them, the steps' metrics of routers, seconds of the last
-    step, and the gradients of a batch by the local parameter's name."""
+    step, and the gradients of a batch with the first weights, by the local parameter's name. With graphs, the first
+    step captures and the others, and these gradients, replay."""
     from megatron_wrap.engine.step import gradients_of_batch
 
     faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -74,15 +76,16 @@ def train(implementation: str, graphs: bool, axis: str) -> dict:
             seconds = time.perf_counter() - begun
             losses.append(metrics["loss"])
             routed.append([value for name, value in metrics.items() if "experts/" in name or "balancing" in name])
+            if step == 0:
+                phase("gradients")
+                gradients_of_batch(wrap.state, samples)
+                gradients = {
+                    name: parameter.main_grad.float().cpu().numpy()
+                    for name, parameter in wrap.state.chunks[0].named_parameters()
+                }
             if step in (0, 1):
                 phase("evaluation")
                 losses.append(wrap.evaluate({"some": samples[:3]})["eval/some/loss"])
-        phase("gradients")
-        gradients_of_batch(wrap.state, samples)
-        gradients = {
-            name: parameter.main_grad.float().cpu().numpy()
-            for name, parameter in wrap.state.chunks[0].named_parameters()
-        }
         captured = [
             runner.fwd_graph is not None and runner.bwd_graph is not None
             for module in wrap.state.chunks[0].modules()
