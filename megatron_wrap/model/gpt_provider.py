@@ -185,14 +185,14 @@ def _choose_attention(layer: Any, request: ModelRequest, separate_norms: bool) -
     arch, attention = request.config.arch, layer.submodules.self_attention
     per_layer_norms = arch.qk_layernorm and arch.qk_layernorm_type == "per_layer"
     by_window = arch.window_rotary_base is not None
-    are_only_rotated = not (arch.qk_layernorm or arch.attention_output_gate)  # queries and keys, after their split
+    in_one_kernel = not arch.attention_output_gate and (arch.normalization == "RMSNorm" or not arch.qk_layernorm)
     if arch.multi_latent_attention:
         attention.module = LocalLatentAttention if separate_norms else LatentAttention
         attention.params["latent_norm_epsilon"] = arch.latent_norm_epsilon
     elif per_layer_norms or by_window:
         attention.module = DecoderSelfAttention
         attention.params.update(per_layer_norms=per_layer_norms, by_window=by_window)
-    elif request.transformer_config.apply_rope_fusion and has_triton() and are_only_rotated:
+    elif request.transformer_config.apply_rope_fusion and has_triton() and in_one_kernel:
         attention.module = FusedSelfAttention
 
 

@@ -1,6 +1,5 @@
-"""Self-attention that differs from Megatron-Core's: queries, keys and values that are split and rotated by one kernel,
-norms over all heads, and rotary angles by the kind of a layer. Import this module only after the platform is
-installed."""
+"""Self-attention that differs from Megatron-Core's: queries, keys and values of one kernel, norms over all heads, and
+rotary angles by the kind of a layer. Import this module only after the platform is installed."""
 
 from __future__ import annotations
 
@@ -19,11 +18,13 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megatron_wrap.nn.norm import RMSNorm
+from megatron_wrap.platform.megatron_core.kernels import weight_of
 
 
 class FusedSelfAttention(SelfAttention):
-    """Megatron-Core's SelfAttention with `kernels.rotary.split_rotary` in training and forward passes, for layers
-    without query and key norms. Unchanged with an inference context, or if tensor-parallel ranks share a key head."""
+    """Megatron-Core's SelfAttention with one kernel in training and forward passes, which splits queries, keys and
+    values, normalizes heads if they have RMS norms, and rotates. Unchanged with an inference context, or if
+    tensor-parallel ranks share a key head."""
 
     _angles: Tensor | None = None
 
@@ -48,18 +49,23 @@ class FusedSelfAttention(SelfAttention):
         """Query [s, b, heads, d], key and value [s, b, groups, d] of this rank."""
         if self._angles is None:
             return super().get_query_key_value_tensors(hidden_states, *arguments, **named)
-        from megatron_wrap.nn.kernels.rotary import split_rotary
-
         mixed, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
         queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
-        return split_rotary(
-            mixed,
-            self._angles,
-            queries,
-            self.hidden_size_per_attention_head,
-            self.config.rotary_interleaved,
-            _yarn_get_concentration_factor_from_config(self.config),
+        interleaved, factor = self.config.rotary_interleaved, _yarn_get_concentration_factor_from_config(self.config)
+        if not self.config.qk_layernorm:
+            from megatron_wrap.nn.kernels.rotary import split_rotary
+
+            width = self.hidden_size_per_attention_head
+            return split_rotary(mixed, self._angles, queries, width, interleaved, factor)
+        from megatron_wrap.nn.kernels.attention.normalized_rotary import HeadNorms, split_normalized_rotary
+
+        norms = HeadNorms(
+            query=weight_of(self.q_layernorm),
+            key=weight_of(self.k_layernorm),
+            eps=self.config.layernorm_epsilon,
+            zero_centered=self.config.layernorm_zero_centered_gamma,
         )
+        return split_normalized_rotary(mixed, norms, self._angles, queries, interleaved, factor)
 
 
 class DecoderSelfAttention(SelfAttention):

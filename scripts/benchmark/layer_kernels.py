@@ -1,7 +1,7 @@
 """Kernels of one GPU compared with their alternatives; prints a RESULT line for each, in milliseconds.
 
-    python3 scripts/benchmark/layer_kernels.py [swiglu rotary latent-rotary norm liger weight-gradient embedding
-        adam attention attention-shapes]
+    python3 scripts/benchmark/layer_kernels.py [swiglu rotary latent-rotary normalized-rotary norm liger
+        weight-gradient embedding adam attention attention-shapes]
 
 Times are medians of device events over fresh buffers; the bandwidth counts each input and output once.
 """
@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_wrap.nn.kernels import rms_norm, rotary
 from megatron_wrap.nn.kernels.attention.latent_rotary import latent_rotary
+from megatron_wrap.nn.kernels.attention.normalized_rotary import HeadNorms, split_normalized_rotary
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
 
 DEVICE = torch.device("cuda")
@@ -61,6 +62,23 @@ def both_passes(name: str, way: str, function: Callable[..., torch.Tensor], *inp
     grad = torch.randn_like(out)
     result(name, f"{way}, forward", median_ms(lambda: function(*inputs)))
     result(name, f"{way}, both", median_ms(lambda: torch.autograd.grad(function(*inputs), inputs, grad)), gb)
+
+
+def parts_of_attention(
+    name: str,
+    ways: dict[str, Callable[..., tuple[torch.Tensor, ...]]],
+    inputs: tuple[torch.Tensor, ...],
+    grads: tuple[torch.Tensor, ...],
+    gb: float,
+) -> None:
+    """Forward and forward + backward of functions that return queries, keys and values."""
+    for way, function in ways.items():
+
+        def train(function: Callable[..., Any] = function) -> None:
+            torch.autograd.grad(function(*inputs), inputs, grads)
+
+        result(name, f"{way}, forward", median_ms(lambda function=function: function(*inputs)))
+        result(name, f"{way}, both", median_ms(train), gb)
 
 
 def measure_swiglu() -> None:
@@ -130,13 +148,27 @@ def measure_latent_rotary() -> None:
 
     # the queries' rotary parts, 64 of their 192 entries, and of keys and values the projection and the result
     gb = 2 * 2 * (TOKENS * 32 * (2 * 64 + 256 + 192 + 128) + TOKENS * 64) / 1e9
-    for way, function in (("megatron", megatron), ("triton", in_one)):
+    parts_of_attention("latent rotary", {"megatron": megatron, "triton": in_one}, inputs, grads, gb)
 
-        def train(function: Callable[..., Any] = function) -> None:
-            torch.autograd.grad(function(*inputs), inputs, grads)
 
-        result("latent rotary", f"{way}, forward", median_ms(lambda function=function: function(*inputs)))
-        result("latent rotary", f"{way}, both", median_ms(train), gb)
+def measure_normalized_rotary() -> None:
+    """Queries, keys and values of Qwen3-30B-A3B's 32 and 4 heads of 128, with their norms, from the projection."""
+    angles = torch.outer(torch.arange(4096.0), 1.0 / 1000000 ** (torch.arange(0, 128, 2) / 128)).to(DEVICE)
+    angles = torch.cat((angles, angles), dim=-1)[:, None, None]
+    inputs = random(4096, 4, 4, 10 * 128), random(128), random(128)
+    grads = tuple(torch.randn(4096, 4, heads, 128, dtype=torch.bfloat16, device=DEVICE) for heads in (32, 4, 4))
+
+    def separate(mixed: torch.Tensor, *norms: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value = mixed.split((8 * 128, 128, 128), dim=-1)
+        heads = query.reshape(4096, 4, 32, 128), key
+        normalized = (rms_norm.rms_norm(part, norm, 1e-6) for part, norm in zip(heads, norms, strict=True))
+        return *(rotary.apply_rotary(part, angles) for part in normalized), value.contiguous()
+
+    def in_one(mixed: torch.Tensor, *norms: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return split_normalized_rotary(mixed, HeadNorms(*norms, eps=1e-6), angles, 8)
+
+    gb = inputs[0].numel() * 2 * 5 / 1e9
+    parts_of_attention("normalized rotary", {"separate kernels": separate, "triton": in_one}, inputs, grads, gb)
 
 
 def measure_norm() -> None:
@@ -367,6 +399,7 @@ PARTS = {
     "swiglu": measure_swiglu,
     "rotary": measure_rotary,
     "latent-rotary": measure_latent_rotary,
+    "normalized-rotary": measure_normalized_rotary,
     "norm": measure_norm,
     "liger": measure_liger,
     "weight-gradient": measure_weight_gradient,

@@ -28,6 +28,21 @@ def split_rotary(
     return (*rotated, value)
 
 
+def split_normalized_rotary(
+    mixed: Tensor, norms: Any, angles: Tensor, queries: int, interleaved: bool = False, factor: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result of `megatron_wrap.nn.kernels.attention.normalized_rotary`, by torch's norm and Megatron-Core's unfused
+    rotation."""
+    width = norms.query.shape[0]
+    query, key, value = mixed.unflatten(-1, (queries + 2, width)).split((queries, 1, 1), dim=-2)
+    normalized = [
+        torch.nn.functional.rms_norm(part, (width,), weight + norms.zero_centered, norms.eps)
+        for part, weight in ((query, norms.query), (key, norms.key))
+    ]
+    together = torch.cat((*normalized, value), dim=-2).flatten(-2)
+    return split_rotary(together, angles, queries, width, interleaved, factor)
+
+
 def latent_rotary(
     query: Tensor, mixed: Tensor, shared: Tensor, angles: Tensor, value_width: int, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,22 +83,19 @@ def train_and_generate(
     """(loss, gradient norm) of two steps, then completions, and the number of layers that were fused."""
     from megatron_wrap.nn import self_attention
 
-    changed, name = 0, "megatron_wrap.nn.kernels.rotary"  # it needs Triton
-    with started(runs.CONFIG, [*overrides]) as wrap:
-        original = sys.modules.get(name)
-        if fused:
-            sys.modules[name] = types.SimpleNamespace(split_rotary=split_rotary)  # type: ignore[assignment]
-            for chunk in wrap.state.chunks:
-                for module in chunk.modules():
-                    if type(module) is self_attention.SelfAttention:
-                        module.__class__ = self_attention.FusedSelfAttention
-                        changed += 1
-        try:
-            steps = [wrap.train(samples) for _ in range(2)]
-            completions = wrap.generate([[5, 6, 7], [8, 9]], max_new_tokens=4)
-        finally:
-            sys.modules.pop(name, None)
-            if original is not None:
-                sys.modules[name] = original
+    changed, folder = 0, "megatron_wrap.nn.kernels"
+    substitutes = {  # they need Triton
+        f"{folder}.rotary": types.SimpleNamespace(split_rotary=split_rotary),
+        f"{folder}.attention.normalized_rotary": types.SimpleNamespace(
+            split_normalized_rotary=split_normalized_rotary, HeadNorms=types.SimpleNamespace
+        ),
+    }
+    with started(runs.CONFIG, [*overrides]) as wrap, mock.patch.dict(sys.modules, substitutes if fused else {}):
+        for module in (module for chunk in wrap.state.chunks for module in chunk.modules()):
+            if fused and type(module) is self_attention.SelfAttention:
+                module.__class__ = self_attention.FusedSelfAttention
+                changed += 1
+        steps = [wrap.train(samples) for _ in range(2)]
+        completions = wrap.generate([[5, 6, 7], [8, 9]], max_new_tokens=4)
     values = [(step["loss"], step["grad_norm"]) for step in steps]
     return values, [completion["token_ids"] for completion in completions], changed

@@ -5,12 +5,26 @@ from __future__ import annotations
 import _fused_runs as runs
 import numpy
 import pytest
-from _checkpoint_runs import CP2, MLA, PP2, TP2
+from _checkpoint_runs import CP2, MLA, OVERLAP, PP2, TP2
 from _covering import quick
 
 PACKED = ("megatron_wrap.flow.packing=true",)
-LAYOUTS = {"one-rank": (1, ()), "packed": (1, PACKED), "tp2": (2, TP2), "cp2": (2, CP2), "pp2": (2, PP2)}
 ARCH = "megatron_lm.model.arch"
+INTERLEAVED = (f"{ARCH}.rotary_interleaved=true", f"{ARCH}.rotary_percent=0.5")
+NORMS = (f"{ARCH}.qk_layernorm=true",)
+DISTRIBUTED = ("megatron_lm.train.optimizer.use_distributed_optimizer=true", *OVERLAP)
+SMALL_BUCKETS = ("megatron_lm.misc.ddp.ddp_bucket_size=8",)  # each weight has its own
+LAYOUTS = {
+    "one-rank": (1, INTERLEAVED),
+    "packed": (1, PACKED),
+    "tp2": (2, TP2),
+    "cp2": (2, CP2),
+    "pp2": (2, PP2),
+    "norms": (1, (*NORMS, *INTERLEAVED, f"{ARCH}.apply_layernorm_1p=true")),
+    "norms-tp2": (2, (*NORMS, *TP2)),
+    "norms-dp2": (2, (*NORMS, *DISTRIBUTED, *SMALL_BUCKETS)),
+    "norms-packed-cp2": (2, (*NORMS, *PACKED, *CP2)),
+}
 YARN = tuple(f"{ARCH}.{text}" for text in ("rope_type=yarn", "rotary_scaling_factor=4.0", "mscale=0.7"))
 NO_QUERY_LATENT = (*MLA, f"{ARCH}.q_lora_rank=null")
 RECOMPUTE = "megatron_lm.train.recompute"
@@ -25,7 +39,6 @@ LATENT = {
     "tp2": (2, (*MLA, *TP2)),
     "packed-cp2": (2, (*MLA, *YARN, *CP2, *PACKED)),
 }
-INTERLEAVED = ("megatron_lm.model.arch.rotary_interleaved=true", "megatron_lm.model.arch.rotary_percent=0.5")
 
 
 def samples() -> list[dict[str, list[int]]]:
@@ -36,10 +49,9 @@ def samples() -> list[dict[str, list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("name", quick(LAYOUTS, ("one-rank", "tp2")))
+@pytest.mark.parametrize("name", quick(LAYOUTS, ("one-rank", "norms-tp2", "norms-dp2")))
 def test_training_and_generation_are_those_of_megatron_core(ranks, name):
     processes, overrides = LAYOUTS[name]
-    overrides = (*overrides, *(INTERLEAVED if name == "one-rank" else ()))
     steps, completions, _ = ranks(processes).run(runs.train_and_generate, overrides, samples(), False)[0]
     result, own_losses, changed = ranks(processes).run(runs.train_and_generate, overrides, samples(), True)[0]
     assert changed > 0

@@ -13,6 +13,7 @@ from megatron_wrap.engine.state.kernel_adam import KernelAdam
 from megatron_wrap.nn.attention import attend
 from megatron_wrap.nn.kernels.attention.flash_attention import StoredScores, add_, merge_
 from megatron_wrap.nn.kernels.attention.latent_rotary import latent_rotary
+from megatron_wrap.nn.kernels.attention.normalized_rotary import HeadNorms, split_normalized_rotary
 from megatron_wrap.nn.kernels.embedding.row_gradients import add_row_gradients
 from megatron_wrap.nn.kernels.rms_norm import rms_norm
 from megatron_wrap.nn.kernels.rotary import apply_rotary, split_rotary
@@ -112,6 +113,41 @@ def test_split_rotary(groups, queries, width, rotated_width, interleaved, dtype,
         lambda x: split_rotary(x, on_gpu, queries, width, interleaved),
         reference,
         [torch.randn(19, 2, groups, (queries + 2) * width)],
+        dtype,
+        tolerance,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(("interleaved", "zero_centered"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("groups", "queries", "width", "rotated_width"), [(2, 3, 16, 16), (4, 8, 128, 128), (4, 1, 80, 24), (1, 4, 128, 64)]
+)
+def test_split_normalized_rotary(groups, queries, width, rotated_width, interleaved, zero_centered, dtype, tolerance):
+    tokens, batch, factor, eps = 700, 2, 1.25, 1e-5
+    angles = angles_of(tokens, rotated_width, interleaved)
+    on_gpu = angles.cuda()
+
+    def reference(mixed, of_query, of_key):
+        query, key, value = mixed.unflatten(-1, (queries + 2, width)).split((queries, 1, 1), dim=-2)
+        query, key, value = (part.flatten(2, 3) for part in (query, key, value))
+        query, key = (
+            rotated(F.rms_norm(part, (width,), weight + zero_centered, eps), angles, interleaved)
+            for part, weight in ((query, of_query), (key, of_key))
+        )
+        scale = torch.ones(width, dtype=torch.float64)
+        scale[:rotated_width] = factor
+        return scale * query, scale * key, value
+
+    def fused(mixed, of_query, of_key):
+        norms = HeadNorms(of_query, of_key, eps, zero_centered)
+        return split_normalized_rotary(mixed, norms, on_gpu, queries, interleaved, factor)
+
+    torch.manual_seed(groups)
+    compare(
+        fused,
+        reference,
+        [torch.randn(tokens, batch, groups, (queries + 2) * width), 1 + torch.randn(width), 1 + torch.randn(width)],
         dtype,
         tolerance,
     )

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_PROGRAMS_PER_PROCESSOR = {False: 4, True: 8}
+PROGRAMS_PER_PROCESSOR = {False: 4, True: 8}
 """Of the backward; by whether rows are short, whose parts of gamma's gradient are then, too."""
-_TILE_ELEMENTS = 2048
+TILE_ELEMENTS = 2048
 """Of the rows that a program processes at once, at least one: the rows of a head are short."""
 _SUMMED_ROWS, _SUMMED_COLUMNS = 256, 16
 """Of the parts of gamma's gradient, in one iteration of a program."""
@@ -101,7 +101,7 @@ def _sum_kernel(parts, total, rows, columns, block_rows: tl.constexpr, block: tl
     tl.store(total + column, tl.sum(sums, axis=0).to(total.dtype.element_ty), mask=inside)
 
 
-def _summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """[rows, columns] in fp32 -> [columns]; torch's sum takes 13 us for 528 rows of 2,048 (H200, 2026-11-26)."""
     rows, columns = parts.shape
     total = torch.empty(columns, dtype=dtype, device=parts.device)
@@ -113,7 +113,7 @@ def _summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _launch(columns: int) -> dict[str, int]:
     block = triton.next_power_of_2(columns)
-    tile = max(1, _TILE_ELEMENTS // block)
+    tile = max(1, TILE_ELEMENTS // block)
     return {"tile": tile, "block": block, "num_warps": max(1, min(16, tile * block // 512))}
 
 
@@ -140,14 +140,14 @@ class _RMSNorm(torch.autograd.Function):
         grad_y = grad_outputs[0].reshape(x.shape).contiguous()
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         launch = _launch(columns)
-        most = processors * _PROGRAMS_PER_PROCESSOR[launch["tile"] > 1]
+        most = processors * PROGRAMS_PER_PROCESSOR[launch["tile"] > 1]
         programs = min(triton.cdiv(rows, launch["tile"]), most)
         grad_x = torch.empty_like(x)
         parts = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
         _rms_norm_backward_kernel[(programs,)](
             x, gamma, scale, grad_y, grad_x, parts, rows, columns, zero_centered=ctx.zero_centered, **launch
         )
-        grad_gamma = _summed(parts, gamma.dtype) if ctx.needs_input_grad[1] else None
+        grad_gamma = summed(parts, gamma.dtype) if ctx.needs_input_grad[1] else None
         return grad_x.view(grad_outputs[0].shape), grad_gamma, None, None
 
 

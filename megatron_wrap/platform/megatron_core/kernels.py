@@ -1,4 +1,5 @@
-"""Replaces functions of Megatron-Core's layers by kernels; only this module knows which modules call them."""
+"""Replaces functions of Megatron-Core's layers by kernels; only this module knows which modules call them, and what
+else a call does."""
 
 from __future__ import annotations
 
@@ -43,6 +44,16 @@ def use(kernels: LayerKernels, replacements: Replacements) -> None:
     if kernels.embedding is not None:
         module = importlib.import_module(_LINEAR_MODULE)
         replacements.set(module, "F", _Functional(module.F, kernels.embedding))
+
+
+def weight_of(module: Any) -> Any:
+    """A view of the weight of a module that a kernel computes. The module is called all the same, since a hook of its
+    calls waits for the gathered weight (`overlap_param_gather`)."""
+    module.forward = lambda: module.weight.view_as(module.weight)
+    try:
+        return module()
+    finally:
+        del module.forward
 
 
 class _Functional:

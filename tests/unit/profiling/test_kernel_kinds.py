@@ -65,6 +65,7 @@ TORCH = {
     "_normalizer_kernel": kinds.LOSS,
     "_split_rotary_kernel": kinds.ELEMENTWISE,
     "_latent_rotary_kernel": kinds.ELEMENTWISE,
+    "_normalized_rotary_backward_kernel": kinds.ELEMENTWISE,
     "Memcpy DtoD (Device -> Device)": kinds.COPIES,
     "Memset (Device)": kinds.COPIES,
 }

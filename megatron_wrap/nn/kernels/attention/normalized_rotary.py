@@ -1,0 +1,292 @@
+"""Queries, keys and values of one projection, with the norms and the rotary position embedding of queries and keys, in
+Triton: instead of a split, copies, two norms and two rotations. Import it only where Triton is installed.
+
+A row is a head of a token. A program of the forward processes some rows; one of the backward many, and it adds up their
+part of the norms' gradients. Arithmetic is in fp32, and nothing is rounded between norm and rotation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_wrap.nn.kernels.rms_norm import PROGRAMS_PER_PROCESSOR, TILE_ELEMENTS, summed
+from megatron_wrap.nn.kernels.rotary import cos_sin
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadNorms:
+    """RMS norms of the heads of queries and keys.
+
+    Args:
+        query, key: weights [width].
+        eps: added to the mean square.
+        zero_centered: the weights are stored minus 1.
+    """
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    zero_centered: bool = False
+
+
+@triton.jit
+def _places(row, rows, groups, queries, width):
+    """Of rows: their tokens, where they begin in the tensors of queries and of keys and values, and what they are."""
+    heads = groups * (queries + 2)
+    token, head = row // heads, row % heads
+    group, role = head // (queries + 2), head % (queries + 2)
+    valid = row < rows
+    of_keys = token.to(tl.int64) * groups + group
+    query = (of_keys * queries + role) * width
+    is_q, is_k, is_v = valid & (role < queries), valid & (role == queries), valid & (role == queries + 1)
+    return token, query[:, None], (of_keys * width)[:, None], is_q[:, None], is_k[:, None], is_v[:, None]
+
+
+@triton.jit
+def _load(q, k, v, query, key, entry, is_q, is_k, is_v, inside):
+    """fp32 [rows, entries]."""
+    value = tl.load(q + query + entry, mask=is_q & inside, other=0.0).to(tl.float32)
+    value += tl.load(k + key + entry, mask=is_k & inside, other=0.0).to(tl.float32)
+    return value + tl.load(v + key + entry, mask=is_v & inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(q, k, v, query, key, entry, is_q, is_k, is_v, inside, value):
+    value = value.to(q.dtype.element_ty)
+    tl.store(q + query + entry, value, mask=is_q & inside)
+    tl.store(k + key + entry, value, mask=is_k & inside)
+    tl.store(v + key + entry, value, mask=is_v & inside)
+
+
+@triton.jit
+def _weights(gamma_q, gamma_k, entry, is_q, is_v, inside, zero_centered: tl.constexpr):
+    """fp32 [rows, entries]; 1 for values."""
+    of_q = tl.load(gamma_q + entry, mask=inside, other=0.0).to(tl.float32)
+    of_k = tl.load(gamma_k + entry, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.where(is_q, of_q, of_k)
+    if zero_centered:
+        weight += 1.0
+    return tl.where(is_v, 1.0, weight)
+
+
+@triton.jit
+def _angles(cos, sin, token, batch, half, pair, is_v, inside):
+    """Cosines and sines [rows, pairs]; values are not rotated."""
+    place = (token // batch)[:, None] * half + pair
+    c = tl.load(cos + place, mask=inside & (is_v == 0), other=1.0)
+    return c, tl.load(sin + place, mask=inside & (is_v == 0), other=0.0)
+
+
+@triton.jit
+def _entries(half, interleaved: tl.constexpr, pairs: tl.constexpr, rest: tl.constexpr):
+    """Of a head, the first and second entries of its pairs, and those that are not rotated."""
+    pair = tl.arange(0, pairs)[None, :]
+    first = 2 * pair if interleaved else pair
+    second = 2 * pair + 1 if interleaved else pair + half
+    return pair, first, second, 2 * half + tl.arange(0, rest)[None, :]
+
+
+@triton.jit
+def _normalized(source, first, second, other, valid, is_v, in_pairs, in_rest, width, eps):
+    """fp32 entries of rows over their root mean square, and the factor; values as they are."""
+    x = tl.load(source + first, mask=valid & in_pairs, other=0.0).to(tl.float32)
+    y = tl.load(source + second, mask=valid & in_pairs, other=0.0).to(tl.float32)
+    z = tl.load(source + other, mask=valid & in_rest, other=0.0).to(tl.float32)
+    squares = tl.sum(x * x + y * y, axis=1) + tl.sum(z * z, axis=1)
+    inverse = tl.where(is_v, 1.0, (1.0 / tl.sqrt(squares / width + eps))[:, None])
+    return x * inverse, y * inverse, z * inverse, inverse
+
+
+@triton.jit
+def _normalized_rotary_kernel(
+    mixed,
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    gamma_q,
+    gamma_k,
+    rows,
+    batch,
+    groups,
+    queries,
+    width,
+    half,
+    eps,
+    interleaved: tl.constexpr,
+    zero_centered: tl.constexpr,
+    tile: tl.constexpr,
+    pairs: tl.constexpr,
+    rest: tl.constexpr,
+):
+    pair, first, second, other = _entries(half, interleaved, pairs, rest)
+    in_pairs, in_rest = pair < half, other < width
+    row = tl.program_id(0) * tile + tl.arange(0, tile)
+    token, query, key, is_q, is_k, is_v = _places(row, rows, groups, queries, width)
+    valid = (row < rows)[:, None]
+    source = mixed + (row.to(tl.int64) * width)[:, None]
+    x, y, z, _ = _normalized(source, first, second, other, valid, is_v, in_pairs, in_rest, width, eps)
+    x *= _weights(gamma_q, gamma_k, first, is_q, is_v, in_pairs, zero_centered)
+    y *= _weights(gamma_q, gamma_k, second, is_q, is_v, in_pairs, zero_centered)
+    z *= _weights(gamma_q, gamma_k, other, is_q, is_v, in_rest, zero_centered)
+    c, s = _angles(cos, sin, token, batch, half, pair, is_v, valid & in_pairs)
+    _store(q, k, v, query, key, first, is_q, is_k, is_v, in_pairs, x * c - y * s)
+    _store(q, k, v, query, key, second, is_q, is_k, is_v, in_pairs, y * c + x * s)
+    _store(q, k, v, query, key, other, is_q, is_k, is_v, in_rest, z)
+
+
+@triton.jit
+def _added(of_q, of_k, product, is_q, is_k):
+    """Sums of products over rows [tile, entries], with those of queries and of keys added."""
+    return of_q + tl.where(is_q, product, 0.0), of_k + tl.where(is_k, product, 0.0)
+
+
+@triton.jit
+def _store_sums(part, entry, inside, width, of_q, of_k):
+    tl.store(part + entry, tl.sum(of_q, axis=0)[None, :], mask=inside)
+    tl.store(part + width + entry, tl.sum(of_k, axis=0)[None, :], mask=inside)
+
+
+@triton.jit
+def _normalized_rotary_backward_kernel(
+    mixed,
+    grad_mixed,
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    gamma_q,
+    gamma_k,
+    parts,
+    rows,
+    batch,
+    groups,
+    queries,
+    width,
+    half,
+    eps,
+    interleaved: tl.constexpr,
+    zero_centered: tl.constexpr,
+    tile: tl.constexpr,
+    pairs: tl.constexpr,
+    rest: tl.constexpr,
+):
+    """`q`, `k` and `v` are gradients; `parts` [programs, 2, width] are sums of those of the norms' weights."""
+    pair, first, second, other = _entries(half, interleaved, pairs, rest)
+    in_pairs, in_rest = pair < half, other < width
+    q_x, k_x = tl.zeros([tile, pairs], tl.float32), tl.zeros([tile, pairs], tl.float32)
+    q_y, k_y = tl.zeros([tile, pairs], tl.float32), tl.zeros([tile, pairs], tl.float32)
+    q_z, k_z = tl.zeros([tile, rest], tl.float32), tl.zeros([tile, rest], tl.float32)
+    for start in range(tl.program_id(0) * tile, rows, tl.num_programs(0) * tile):
+        row = start + tl.arange(0, tile)
+        token, query, key, is_q, is_k, is_v = _places(row, rows, groups, queries, width)
+        valid, begin = (row < rows)[:, None], (row.to(tl.int64) * width)[:, None]
+        x, y, z, inverse = _normalized(mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, width, eps)
+        u = _load(q, k, v, query, key, first, is_q, is_k, is_v, in_pairs)
+        w = _load(q, k, v, query, key, second, is_q, is_k, is_v, in_pairs)
+        outer_z = _load(q, k, v, query, key, other, is_q, is_k, is_v, in_rest)
+        c, s = _angles(cos, sin, token, batch, half, pair, is_v, valid & in_pairs)
+        outer_x, outer_y = u * c + w * s, w * c - u * s
+        q_x, k_x = _added(q_x, k_x, outer_x * x, is_q, is_k)
+        q_y, k_y = _added(q_y, k_y, outer_y * y, is_q, is_k)
+        q_z, k_z = _added(q_z, k_z, outer_z * z, is_q, is_k)
+        outer_x *= _weights(gamma_q, gamma_k, first, is_q, is_v, in_pairs, zero_centered)
+        outer_y *= _weights(gamma_q, gamma_k, second, is_q, is_v, in_pairs, zero_centered)
+        outer_z *= _weights(gamma_q, gamma_k, other, is_q, is_v, in_rest, zero_centered)
+        share = (tl.sum(outer_x * x + outer_y * y, axis=1) + tl.sum(outer_z * z, axis=1))[:, None] / width
+        share = tl.where(is_v, 0.0, share)
+        target, dtype = grad_mixed + begin, grad_mixed.dtype.element_ty
+        tl.store(target + first, ((outer_x - x * share) * inverse).to(dtype), mask=valid & in_pairs)
+        tl.store(target + second, ((outer_y - y * share) * inverse).to(dtype), mask=valid & in_pairs)
+        tl.store(target + other, ((outer_z - z * share) * inverse).to(dtype), mask=valid & in_rest)
+    part = parts + tl.program_id(0).to(tl.int64) * 2 * width
+    _store_sums(part, first, in_pairs, width, q_x, k_x)
+    _store_sums(part, second, in_pairs, width, q_y, k_y)
+    _store_sums(part, other, in_rest, width, q_z, k_z)
+
+
+def _sizes(width: int, half: int) -> dict[str, int]:
+    """Compile-time sizes for heads of `width` entries, the first 2 * `half` of which are rotated."""
+    pairs, rest = triton.next_power_of_2(half), triton.next_power_of_2(max(1, width - 2 * half))
+    block = triton.next_power_of_2(width)
+    tile = max(1, TILE_ELEMENTS // block)
+    return {"pairs": pairs, "rest": rest, "tile": tile, "num_warps": max(1, min(16, tile * block // 512))}
+
+
+class _NormalizedRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixed: Tensor,
+        gamma_q: Tensor,
+        gamma_k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        queries: int,
+        interleaved: bool,
+        eps: float,
+        zero_centered: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mixed = mixed.contiguous()
+        tokens, batch, groups, _ = mixed.shape
+        width, half = gamma_q.shape[0], cos.shape[1]
+        q = mixed.new_empty(tokens, batch, groups * queries, width)
+        k, v = (mixed.new_empty(tokens, batch, groups, width) for _ in range(2))
+        rows = mixed.numel() // width
+        ctx.numbers = (rows, batch, groups, queries, width, half, eps)
+        ctx.constants = {"interleaved": interleaved, "zero_centered": zero_centered, **_sizes(width, half)}
+        programs = triton.cdiv(rows, ctx.constants["tile"])
+        _normalized_rotary_kernel[(programs,)](
+            mixed, q, k, v, cos, sin, gamma_q, gamma_k, *ctx.numbers, **ctx.constants
+        )
+        ctx.save_for_backward(mixed, gamma_q, gamma_k, cos, sin)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        mixed, gamma_q, gamma_k, cos, sin = ctx.saved_tensors
+        q, k, v = (grad.contiguous() for grad in grad_outputs)
+        rows, width = ctx.numbers[0], gamma_q.shape[0]
+        tile = ctx.constants["tile"]
+        processors = torch.cuda.get_device_properties(mixed.device).multi_processor_count
+        programs = min(triton.cdiv(rows, tile), processors * PROGRAMS_PER_PROCESSOR[tile > 1])
+        grad_mixed = torch.empty_like(mixed)
+        parts = torch.empty(programs, 2 * width, dtype=torch.float32, device=mixed.device)
+        _normalized_rotary_backward_kernel[(programs,)](
+            mixed, grad_mixed, q, k, v, cos, sin, gamma_q, gamma_k, parts, *ctx.numbers, **ctx.constants
+        )
+        of_weights = summed(parts, gamma_q.dtype).split(width) if any(ctx.needs_input_grad[1:3]) else (None, None)
+        return grad_mixed, *of_weights, None, None, None, None, None, None
+
+
+def split_normalized_rotary(
+    mixed: Tensor, norms: HeadNorms, angles: Tensor, queries: int, interleaved: bool = False, factor: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `rotary.split_rotary`, with heads of queries and keys that are normalized first.
+
+    Args:
+        mixed: [S, B, groups, (queries + 2) * width] on a GPU: of each group its queries, its key and its value.
+        norms: their weights have the width of a head.
+        angles: as for `rotary.apply_rotary`.
+        queries: query heads of a group.
+        factor: the rotated entries of queries and keys are multiplied by it (YaRN); the same for all calls with these
+            angles.
+
+    Returns:
+        [S, B, groups * queries, width], [S, B, groups, width] and [S, B, groups, width], each contiguous, in the dtype
+        of `mixed`.
+    """
+    cos, sin = cos_sin(angles, interleaved, factor)
+    return _NormalizedRotary.apply(
+        mixed, norms.query, norms.key, cos, sin, queries, interleaved, norms.eps, norms.zero_centered
+    )
