@@ -38,15 +38,24 @@ class HeadNorms:
 
 @triton.jit
 def _places(row, rows, groups, queries, width):
-    """Of rows: their tokens, where they begin in the tensors of queries and of keys and values, and what they are."""
+    """Of rows: their tokens, where they begin in the projection, in queries and in keys and values, whether there are
+    any, and what they are."""
     heads = groups * (queries + 2)
     token, head = row // heads, row % heads
     group, role = head // (queries + 2), head % (queries + 2)
-    valid = row < rows
-    of_keys = token.to(tl.int64) * groups + group
-    query = (of_keys * queries + role) * width
+    valid, of_keys = row < rows, token.to(tl.int64) * groups + group
+    begin, query, key = row.to(tl.int64) * width, (of_keys * queries + role) * width, of_keys * width
     is_q, is_k, is_v = valid & (role < queries), valid & (role == queries), valid & (role == queries + 1)
-    return token, query[:, None], (of_keys * width)[:, None], is_q[:, None], is_k[:, None], is_v[:, None]
+    return (
+        token,
+        begin[:, None],
+        query[:, None],
+        key[:, None],
+        valid[:, None],
+        is_q[:, None],
+        is_k[:, None],
+        is_v[:, None],
+    )
 
 
 @triton.jit
@@ -59,7 +68,6 @@ def _load(q, k, v, query, key, entry, is_q, is_k, is_v, inside):
 
 @triton.jit
 def _store(q, k, v, query, key, entry, is_q, is_k, is_v, inside, value):
-    value = value.to(q.dtype.element_ty)
     tl.store(q + query + entry, value, mask=is_q & inside)
     tl.store(k + key + entry, value, mask=is_k & inside)
     tl.store(v + key + entry, value, mask=is_v & inside)
@@ -85,21 +93,26 @@ def _angles(cos, sin, token, batch, half, pair, is_v, inside):
 
 
 @triton.jit
-def _entries(half, interleaved: tl.constexpr, pairs: tl.constexpr, rest: tl.constexpr):
-    """Of a head, the first and second entries of its pairs, and those that are not rotated."""
+def _entries(width, half, interleaved: tl.constexpr, pairs: tl.constexpr, others: tl.constexpr):
+    """Of a head: the pairs, their first and second entries, those that are not rotated, and which of the pairs and of
+    the latter there are."""
     pair = tl.arange(0, pairs)[None, :]
     first = 2 * pair if interleaved else pair
     second = 2 * pair + 1 if interleaved else pair + half
-    return pair, first, second, 2 * half + tl.arange(0, rest)[None, :]
+    other = 2 * half + tl.arange(0, others)[None, :]
+    return pair, first, second, other, pair < half, other < width
 
 
 @triton.jit
-def _normalized(source, first, second, other, valid, is_v, in_pairs, in_rest, width, eps):
+def _normal(source, first, second, other, valid, is_v, in_pairs, in_rest, width, eps, rest: tl.constexpr):
     """fp32 entries of rows over their root mean square, and the factor; values as they are."""
     x = tl.load(source + first, mask=valid & in_pairs, other=0.0).to(tl.float32)
     y = tl.load(source + second, mask=valid & in_pairs, other=0.0).to(tl.float32)
-    z = tl.load(source + other, mask=valid & in_rest, other=0.0).to(tl.float32)
-    squares = tl.sum(x * x + y * y, axis=1) + tl.sum(z * z, axis=1)
+    z = tl.zeros_like(valid).to(tl.float32)
+    squares = tl.sum(x * x + y * y, axis=1)
+    if rest > 0:
+        z = tl.load(source + other, mask=valid & in_rest, other=0.0).to(tl.float32)
+        squares += tl.sum(z * z, axis=1)
     inverse = tl.where(is_v, 1.0, (1.0 / tl.sqrt(squares / width + eps))[:, None])
     return x * inverse, y * inverse, z * inverse, inverse
 
@@ -126,21 +139,20 @@ def _normalized_rotary_kernel(
     tile: tl.constexpr,
     pairs: tl.constexpr,
     rest: tl.constexpr,
+    others: tl.constexpr,
 ):
-    pair, first, second, other = _entries(half, interleaved, pairs, rest)
-    in_pairs, in_rest = pair < half, other < width
+    pair, first, second, other, in_pairs, in_rest = _entries(width, half, interleaved, pairs, others)
     row = tl.program_id(0) * tile + tl.arange(0, tile)
-    token, query, key, is_q, is_k, is_v = _places(row, rows, groups, queries, width)
-    valid = (row < rows)[:, None]
-    source = mixed + (row.to(tl.int64) * width)[:, None]
-    x, y, z, _ = _normalized(source, first, second, other, valid, is_v, in_pairs, in_rest, width, eps)
+    token, begin, query, key, valid, is_q, is_k, is_v = _places(row, rows, groups, queries, width)
+    x, y, z, _ = _normal(mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, width, eps, rest)
     x *= _weights(gamma_q, gamma_k, first, is_q, is_v, in_pairs, zero_centered)
     y *= _weights(gamma_q, gamma_k, second, is_q, is_v, in_pairs, zero_centered)
-    z *= _weights(gamma_q, gamma_k, other, is_q, is_v, in_rest, zero_centered)
     c, s = _angles(cos, sin, token, batch, half, pair, is_v, valid & in_pairs)
     _store(q, k, v, query, key, first, is_q, is_k, is_v, in_pairs, x * c - y * s)
     _store(q, k, v, query, key, second, is_q, is_k, is_v, in_pairs, y * c + x * s)
-    _store(q, k, v, query, key, other, is_q, is_k, is_v, in_rest, z)
+    if rest > 0:
+        z *= _weights(gamma_q, gamma_k, other, is_q, is_v, in_rest, zero_centered)
+        _store(q, k, v, query, key, other, is_q, is_k, is_v, in_rest, z)
 
 
 @triton.jit
@@ -179,47 +191,51 @@ def _normalized_rotary_backward_kernel(
     tile: tl.constexpr,
     pairs: tl.constexpr,
     rest: tl.constexpr,
+    others: tl.constexpr,
 ):
     """`q`, `k` and `v` are gradients; `parts` [programs, 2, width] are sums of those of the norms' weights."""
-    pair, first, second, other = _entries(half, interleaved, pairs, rest)
-    in_pairs, in_rest = pair < half, other < width
-    q_x, k_x = tl.zeros([tile, pairs], tl.float32), tl.zeros([tile, pairs], tl.float32)
-    q_y, k_y = tl.zeros([tile, pairs], tl.float32), tl.zeros([tile, pairs], tl.float32)
-    q_z, k_z = tl.zeros([tile, rest], tl.float32), tl.zeros([tile, rest], tl.float32)
+    pair, first, second, other, in_pairs, in_rest = _entries(width, half, interleaved, pairs, others)
+    zeros = tl.zeros([tile, pairs], tl.float32)
+    q_x, k_x, q_y, k_y = zeros, zeros, zeros, zeros
+    q_z, k_z = tl.zeros([tile, others], tl.float32), tl.zeros([tile, others], tl.float32)
     for start in range(tl.program_id(0) * tile, rows, tl.num_programs(0) * tile):
         row = start + tl.arange(0, tile)
-        token, query, key, is_q, is_k, is_v = _places(row, rows, groups, queries, width)
-        valid, begin = (row < rows)[:, None], (row.to(tl.int64) * width)[:, None]
-        x, y, z, inverse = _normalized(mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, width, eps)
+        token, begin, query, key, valid, is_q, is_k, is_v = _places(row, rows, groups, queries, width)
+        x, y, z, inverse = _normal(
+            mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, width, eps, rest
+        )
         u = _load(q, k, v, query, key, first, is_q, is_k, is_v, in_pairs)
         w = _load(q, k, v, query, key, second, is_q, is_k, is_v, in_pairs)
-        outer_z = _load(q, k, v, query, key, other, is_q, is_k, is_v, in_rest)
         c, s = _angles(cos, sin, token, batch, half, pair, is_v, valid & in_pairs)
         outer_x, outer_y = u * c + w * s, w * c - u * s
         q_x, k_x = _added(q_x, k_x, outer_x * x, is_q, is_k)
         q_y, k_y = _added(q_y, k_y, outer_y * y, is_q, is_k)
-        q_z, k_z = _added(q_z, k_z, outer_z * z, is_q, is_k)
         outer_x *= _weights(gamma_q, gamma_k, first, is_q, is_v, in_pairs, zero_centered)
         outer_y *= _weights(gamma_q, gamma_k, second, is_q, is_v, in_pairs, zero_centered)
-        outer_z *= _weights(gamma_q, gamma_k, other, is_q, is_v, in_rest, zero_centered)
-        share = (tl.sum(outer_x * x + outer_y * y, axis=1) + tl.sum(outer_z * z, axis=1))[:, None] / width
-        share = tl.where(is_v, 0.0, share)
-        target, dtype = grad_mixed + begin, grad_mixed.dtype.element_ty
-        tl.store(target + first, ((outer_x - x * share) * inverse).to(dtype), mask=valid & in_pairs)
-        tl.store(target + second, ((outer_y - y * share) * inverse).to(dtype), mask=valid & in_pairs)
-        tl.store(target + other, ((outer_z - z * share) * inverse).to(dtype), mask=valid & in_rest)
+        share = tl.sum(outer_x * x + outer_y * y, axis=1)
+        if rest > 0:
+            outer_z = _load(q, k, v, query, key, other, is_q, is_k, is_v, in_rest)
+            q_z, k_z = _added(q_z, k_z, outer_z * z, is_q, is_k)
+            outer_z *= _weights(gamma_q, gamma_k, other, is_q, is_v, in_rest, zero_centered)
+            share += tl.sum(outer_z * z, axis=1)
+        share = tl.where(is_v, 0.0, share[:, None] / width)
+        tl.store(grad_mixed + begin + first, (outer_x - x * share) * inverse, mask=valid & in_pairs)
+        tl.store(grad_mixed + begin + second, (outer_y - y * share) * inverse, mask=valid & in_pairs)
+        if rest > 0:
+            tl.store(grad_mixed + begin + other, (outer_z - z * share) * inverse, mask=valid & in_rest)
     part = parts + tl.program_id(0).to(tl.int64) * 2 * width
     _store_sums(part, first, in_pairs, width, q_x, k_x)
     _store_sums(part, second, in_pairs, width, q_y, k_y)
-    _store_sums(part, other, in_rest, width, q_z, k_z)
+    if rest > 0:
+        _store_sums(part, other, in_rest, width, q_z, k_z)
 
 
 def _sizes(width: int, half: int) -> dict[str, int]:
     """Compile-time sizes for heads of `width` entries, the first 2 * `half` of which are rotated."""
-    pairs, rest = triton.next_power_of_2(half), triton.next_power_of_2(max(1, width - 2 * half))
-    block = triton.next_power_of_2(width)
+    rest, block = width - 2 * half, triton.next_power_of_2(width)
     tile = max(1, TILE_ELEMENTS // block)
-    return {"pairs": pairs, "rest": rest, "tile": tile, "num_warps": max(1, min(16, tile * block // 512))}
+    sizes = {"pairs": triton.next_power_of_2(half), "rest": rest, "others": triton.next_power_of_2(max(1, rest))}
+    return {**sizes, "tile": tile, "num_warps": max(1, min(16, tile * block // 512))}
 
 
 class _NormalizedRotary(torch.autograd.Function):
