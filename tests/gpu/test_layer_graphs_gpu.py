@@ -26,6 +26,7 @@ EXPERTS = {
     "moe_shared_expert_intermediate_size": 128,
     "moe_aux_loss_coeff": 0.01,
     "moe_router_dtype": "fp32",
+    "qk_layernorm": "true",
 }
 
 
