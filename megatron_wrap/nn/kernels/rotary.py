@@ -64,14 +64,16 @@ def _rotary_kernel(
 
 
 @triton.jit
-def _load_parts(q, k, v, q_start, kv_start, offset, is_q, is_k, is_v, inside):
+def load_parts(q, k, v, q_start, kv_start, offset, is_q, is_k, is_v, inside):
+    """fp32 [heads, entries]: each head from the tensor of its kind, 0 where none is."""
     value = tl.load(q + q_start + offset, mask=is_q & inside, other=0.0).to(tl.float32)
     value += tl.load(k + kv_start + offset, mask=is_k & inside, other=0.0).to(tl.float32)
     return value + tl.load(v + kv_start + offset, mask=is_v & inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_parts(q, k, v, q_start, kv_start, offset, is_q, is_k, is_v, inside, value):
+def store_parts(q, k, v, q_start, kv_start, offset, is_q, is_k, is_v, inside, value):
+    """The inverse of `load_parts`."""
     value = value.to(q.dtype.element_ty)
     tl.store(q + q_start + offset, value, mask=is_q & inside)
     tl.store(k + kv_start + offset, value, mask=is_k & inside)
@@ -120,24 +122,24 @@ def _split_rotary_kernel(
         target = base + (head * width)[:, None]
         mask = valid[:, None] & inside
         if backward:
-            x = _load_parts(q, k, v, q_start, kv_start, first, is_q, is_k, is_v, inside)
-            y = _load_parts(q, k, v, q_start, kv_start, second, is_q, is_k, is_v, inside)
+            x = load_parts(q, k, v, q_start, kv_start, first, is_q, is_k, is_v, inside)
+            y = load_parts(q, k, v, q_start, kv_start, second, is_q, is_k, is_v, inside)
             tl.store(target + first, (x * cosine + y * sine).to(mixed.dtype.element_ty), mask=mask)
             tl.store(target + second, (y * cosine - x * sine).to(mixed.dtype.element_ty), mask=mask)
         else:
             x = tl.load(target + first, mask=mask, other=0.0).to(tl.float32)
             y = tl.load(target + second, mask=mask, other=0.0).to(tl.float32)
-            _store_parts(q, k, v, q_start, kv_start, first, is_q, is_k, is_v, inside, x * cosine - y * sine)
-            _store_parts(q, k, v, q_start, kv_start, second, is_q, is_k, is_v, inside, y * cosine + x * sine)
+            store_parts(q, k, v, q_start, kv_start, first, is_q, is_k, is_v, inside, x * cosine - y * sine)
+            store_parts(q, k, v, q_start, kv_start, second, is_q, is_k, is_v, inside, y * cosine + x * sine)
         if rest > 0:
             other = (2 * half + tl.arange(0, rest))[None, :]
             within = other < width
             if backward:
-                x = _load_parts(q, k, v, q_start, kv_start, other, is_q, is_k, is_v, within)
+                x = load_parts(q, k, v, q_start, kv_start, other, is_q, is_k, is_v, within)
                 tl.store(target + other, x.to(mixed.dtype.element_ty), mask=valid[:, None] & within)
             else:
                 x = tl.load(target + other, mask=valid[:, None] & within, other=0.0).to(tl.float32)
-                _store_parts(q, k, v, q_start, kv_start, other, is_q, is_k, is_v, within, x)
+                store_parts(q, k, v, q_start, kv_start, other, is_q, is_k, is_v, within, x)
 
 
 def _constants(width: int, half: int, heads: int) -> dict[str, int]:

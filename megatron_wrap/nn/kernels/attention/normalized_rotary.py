@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_wrap.nn.kernels.rms_norm import PROGRAMS_PER_PROCESSOR, TILE_ELEMENTS, summed
-from megatron_wrap.nn.kernels.rotary import cos_sin
+from megatron_wrap.nn.kernels.rotary import cos_sin, load_parts, store_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +56,6 @@ def _places(row, rows, groups, queries, width):
         is_k[:, None],
         is_v[:, None],
     )
-
-
-@triton.jit
-def _load(q, k, v, query, key, entry, is_q, is_k, is_v, inside):
-    """fp32 [rows, entries]."""
-    value = tl.load(q + query + entry, mask=is_q & inside, other=0.0).to(tl.float32)
-    value += tl.load(k + key + entry, mask=is_k & inside, other=0.0).to(tl.float32)
-    return value + tl.load(v + key + entry, mask=is_v & inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(q, k, v, query, key, entry, is_q, is_k, is_v, inside, value):
-    tl.store(q + query + entry, value, mask=is_q & inside)
-    tl.store(k + key + entry, value, mask=is_k & inside)
-    tl.store(v + key + entry, value, mask=is_v & inside)
 
 
 @triton.jit
@@ -148,11 +133,11 @@ def _normalized_rotary_kernel(
     x *= _weights(gamma_q, gamma_k, first, is_q, is_v, in_pairs, zero_centered)
     y *= _weights(gamma_q, gamma_k, second, is_q, is_v, in_pairs, zero_centered)
     c, s = _angles(cos, sin, token, batch, half, pair, is_v, valid & in_pairs)
-    _store(q, k, v, query, key, first, is_q, is_k, is_v, in_pairs, x * c - y * s)
-    _store(q, k, v, query, key, second, is_q, is_k, is_v, in_pairs, y * c + x * s)
+    store_parts(q, k, v, query, key, first, is_q, is_k, is_v, in_pairs, x * c - y * s)
+    store_parts(q, k, v, query, key, second, is_q, is_k, is_v, in_pairs, y * c + x * s)
     if rest > 0:
         z *= _weights(gamma_q, gamma_k, other, is_q, is_v, in_rest, zero_centered)
-        _store(q, k, v, query, key, other, is_q, is_k, is_v, in_rest, z)
+        store_parts(q, k, v, query, key, other, is_q, is_k, is_v, in_rest, z)
 
 
 @triton.jit
@@ -204,8 +189,8 @@ def _normalized_rotary_backward_kernel(
         x, y, z, inverse = _normal(
             mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, width, eps, rest
         )
-        u = _load(q, k, v, query, key, first, is_q, is_k, is_v, in_pairs)
-        w = _load(q, k, v, query, key, second, is_q, is_k, is_v, in_pairs)
+        u = load_parts(q, k, v, query, key, first, is_q, is_k, is_v, in_pairs)
+        w = load_parts(q, k, v, query, key, second, is_q, is_k, is_v, in_pairs)
         c, s = _angles(cos, sin, token, batch, half, pair, is_v, valid & in_pairs)
         outer_x, outer_y = u * c + w * s, w * c - u * s
         q_x, k_x = _added(q_x, k_x, outer_x * x, is_q, is_k)
@@ -214,7 +199,7 @@ def _normalized_rotary_backward_kernel(
         outer_y *= _weights(gamma_q, gamma_k, second, is_q, is_v, in_pairs, zero_centered)
         share = tl.sum(outer_x * x + outer_y * y, axis=1)
         if rest > 0:
-            outer_z = _load(q, k, v, query, key, other, is_q, is_k, is_v, in_rest)
+            outer_z = load_parts(q, k, v, query, key, other, is_q, is_k, is_v, in_rest)
             q_z, k_z = _added(q_z, k_z, outer_z * z, is_q, is_k)
             outer_z *= _weights(gamma_q, gamma_k, other, is_q, is_v, in_rest, zero_centered)
             share += tl.sum(outer_z * z, axis=1)
