@@ -105,13 +105,13 @@ def _normal(source, first, second, other, valid, is_v, in_pairs, in_rest, width,
 @triton.jit
 def _normalized_rotary_kernel(
     mixed,
-    q,
-    k,
-    v,
     cos,
     sin,
     gamma_q,
     gamma_k,
+    q,
+    k,
+    v,
     rows,
     batch,
     groups,
@@ -155,7 +155,6 @@ def _store_sums(part, entry, inside, width, of_q, of_k):
 @triton.jit
 def _normalized_rotary_backward_kernel(
     mixed,
-    grad_mixed,
     q,
     k,
     v,
@@ -163,13 +162,14 @@ def _normalized_rotary_backward_kernel(
     sin,
     gamma_q,
     gamma_k,
-    parts,
     rows,
     batch,
     groups,
     queries,
     width,
     half,
+    grad_mixed,
+    parts,
     eps,
     interleaved: tl.constexpr,
     zero_centered: tl.constexpr,
@@ -243,11 +243,11 @@ class _NormalizedRotary(torch.autograd.Function):
         q = mixed.new_empty(tokens, batch, groups * queries, width)
         k, v = (mixed.new_empty(tokens, batch, groups, width) for _ in range(2))
         rows = mixed.numel() // width
-        ctx.numbers = (rows, batch, groups, queries, width, half, eps)
+        ctx.sizes, ctx.eps = (rows, batch, groups, queries, width, half), eps
         ctx.constants = {"interleaved": interleaved, "zero_centered": zero_centered, **_sizes(width, half)}
         programs = triton.cdiv(rows, ctx.constants["tile"])
         _normalized_rotary_kernel[(programs,)](
-            mixed, q, k, v, cos, sin, gamma_q, gamma_k, *ctx.numbers, **ctx.constants
+            mixed, cos, sin, gamma_q, gamma_k, q, k, v, *ctx.sizes, eps, **ctx.constants
         )
         ctx.save_for_backward(mixed, gamma_q, gamma_k, cos, sin)
         return q, k, v
@@ -257,14 +257,14 @@ class _NormalizedRotary(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         mixed, gamma_q, gamma_k, cos, sin = ctx.saved_tensors
         q, k, v = (grad.contiguous() for grad in grad_outputs)
-        rows, width = ctx.numbers[0], gamma_q.shape[0]
+        rows, width = ctx.sizes[0], gamma_q.shape[0]
         tile = ctx.constants["tile"]
         processors = torch.cuda.get_device_properties(mixed.device).multi_processor_count
         programs = min(triton.cdiv(rows, tile), processors * PROGRAMS_PER_PROCESSOR[tile > 1])
         grad_mixed = torch.empty_like(mixed)
         parts = torch.empty(programs, 2 * width, dtype=torch.float32, device=mixed.device)
         _normalized_rotary_backward_kernel[(programs,)](
-            mixed, grad_mixed, q, k, v, cos, sin, gamma_q, gamma_k, parts, *ctx.numbers, **ctx.constants
+            mixed, q, k, v, cos, sin, gamma_q, gamma_k, *ctx.sizes, grad_mixed, parts, ctx.eps, **ctx.constants
         )
         of_weights = summed(parts, gamma_q.dtype).split(width) if any(ctx.needs_input_grad[1:3]) else (None, None)
         return grad_mixed, *of_weights, None, None, None, None, None, None
