@@ -89,13 +89,13 @@ def _entries(width, half, interleaved: tl.constexpr, pairs: tl.constexpr, others
 
 
 @triton.jit
-def _normal(source, first, second, other, valid, is_v, in_pairs, in_rest, width, eps, rest: tl.constexpr):
+def _normal(source, first, second, other, valid, is_v, in_pairs, in_rest, eps, width: tl.constexpr, half: tl.constexpr):
     """fp32 entries of rows over their root mean square, and the factor; values as they are."""
     x = tl.load(source + first, mask=valid & in_pairs, other=0.0).to(tl.float32)
     y = tl.load(source + second, mask=valid & in_pairs, other=0.0).to(tl.float32)
     z = tl.zeros_like(valid).to(tl.float32)
     squares = tl.sum(x * x + y * y, axis=1)
-    if rest > 0:
+    if width > 2 * half:
         z = tl.load(source + other, mask=valid & in_rest, other=0.0).to(tl.float32)
         squares += tl.sum(z * z, axis=1)
     inverse = tl.where(is_v, 1.0, (1.0 / tl.sqrt(squares / width + eps))[:, None])
@@ -114,28 +114,27 @@ def _normalized_rotary_kernel(
     v,
     rows,
     batch,
-    groups,
-    queries,
-    width,
-    half,
     eps,
+    groups: tl.constexpr,
+    queries: tl.constexpr,
+    width: tl.constexpr,
+    half: tl.constexpr,
     interleaved: tl.constexpr,
     zero_centered: tl.constexpr,
     tile: tl.constexpr,
     pairs: tl.constexpr,
-    rest: tl.constexpr,
     others: tl.constexpr,
 ):
     pair, first, second, other, in_pairs, in_rest = _entries(width, half, interleaved, pairs, others)
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     token, begin, query, key, valid, is_q, is_k, is_v = _places(row, rows, groups, queries, width)
-    x, y, z, _ = _normal(mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, width, eps, rest)
+    x, y, z, _ = _normal(mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, eps, width, half)
     x *= _weights(gamma_q, gamma_k, first, is_q, is_v, in_pairs, zero_centered)
     y *= _weights(gamma_q, gamma_k, second, is_q, is_v, in_pairs, zero_centered)
     c, s = _angles(cos, sin, token, batch, half, pair, is_v, valid & in_pairs)
     store_parts(q, k, v, query, key, first, is_q, is_k, is_v, in_pairs, x * c - y * s)
     store_parts(q, k, v, query, key, second, is_q, is_k, is_v, in_pairs, y * c + x * s)
-    if rest > 0:
+    if width > 2 * half:
         z *= _weights(gamma_q, gamma_k, other, is_q, is_v, in_rest, zero_centered)
         store_parts(q, k, v, query, key, other, is_q, is_k, is_v, in_rest, z)
 
@@ -164,18 +163,17 @@ def _normalized_rotary_backward_kernel(
     gamma_k,
     rows,
     batch,
-    groups,
-    queries,
-    width,
-    half,
+    eps,
     grad_mixed,
     parts,
-    eps,
+    groups: tl.constexpr,
+    queries: tl.constexpr,
+    width: tl.constexpr,
+    half: tl.constexpr,
     interleaved: tl.constexpr,
     zero_centered: tl.constexpr,
     tile: tl.constexpr,
     pairs: tl.constexpr,
-    rest: tl.constexpr,
     others: tl.constexpr,
 ):
     """`q`, `k` and `v` are gradients; `parts` [programs, 2, width] are sums of those of the norms' weights."""
@@ -187,7 +185,7 @@ def _normalized_rotary_backward_kernel(
         row = start + tl.arange(0, tile)
         token, begin, query, key, valid, is_q, is_k, is_v = _places(row, rows, groups, queries, width)
         x, y, z, inverse = _normal(
-            mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, width, eps, rest
+            mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, eps, width, half
         )
         u = load_parts(q, k, v, query, key, first, is_q, is_k, is_v, in_pairs)
         w = load_parts(q, k, v, query, key, second, is_q, is_k, is_v, in_pairs)
@@ -198,7 +196,7 @@ def _normalized_rotary_backward_kernel(
         outer_x *= _weights(gamma_q, gamma_k, first, is_q, is_v, in_pairs, zero_centered)
         outer_y *= _weights(gamma_q, gamma_k, second, is_q, is_v, in_pairs, zero_centered)
         share = tl.sum(outer_x * x + outer_y * y, axis=1)
-        if rest > 0:
+        if width > 2 * half:
             outer_z = load_parts(q, k, v, query, key, other, is_q, is_k, is_v, in_rest)
             q_z, k_z = _added(q_z, k_z, outer_z * z, is_q, is_k)
             outer_z *= _weights(gamma_q, gamma_k, other, is_q, is_v, in_rest, zero_centered)
@@ -206,21 +204,21 @@ def _normalized_rotary_backward_kernel(
         share = tl.where(is_v, 0.0, share[:, None] / width)
         tl.store(grad_mixed + begin + first, (outer_x - x * share) * inverse, mask=valid & in_pairs)
         tl.store(grad_mixed + begin + second, (outer_y - y * share) * inverse, mask=valid & in_pairs)
-        if rest > 0:
+        if width > 2 * half:
             tl.store(grad_mixed + begin + other, (outer_z - z * share) * inverse, mask=valid & in_rest)
     part = parts + tl.program_id(0).to(tl.int64) * 2 * width
     _store_sums(part, first, in_pairs, width, q_x, k_x)
     _store_sums(part, second, in_pairs, width, q_y, k_y)
-    if rest > 0:
+    if width > 2 * half:
         _store_sums(part, other, in_rest, width, q_z, k_z)
 
 
 def _sizes(width: int, half: int) -> dict[str, int]:
     """Compile-time sizes for heads of `width` entries, the first 2 * `half` of which are rotated."""
-    rest, block = width - 2 * half, triton.next_power_of_2(width)
+    block, others = triton.next_power_of_2(width), triton.next_power_of_2(max(1, width - 2 * half))
     tile = max(1, TILE_ELEMENTS // block)
-    sizes = {"pairs": triton.next_power_of_2(half), "rest": rest, "others": triton.next_power_of_2(max(1, rest))}
-    return {**sizes, "tile": tile, "num_warps": max(1, min(16, tile * block // 512))}
+    blocks = {"pairs": triton.next_power_of_2(half), "others": others, "tile": tile}
+    return {"width": width, "half": half, **blocks, "num_warps": max(1, min(16, tile * block // 512))}
 
 
 class _NormalizedRotary(torch.autograd.Function):
@@ -242,12 +240,17 @@ class _NormalizedRotary(torch.autograd.Function):
         width, half = gamma_q.shape[0], cos.shape[1]
         q = mixed.new_empty(tokens, batch, groups * queries, width)
         k, v = (mixed.new_empty(tokens, batch, groups, width) for _ in range(2))
-        rows = mixed.numel() // width
-        ctx.sizes, ctx.eps = (rows, batch, groups, queries, width, half), eps
-        ctx.constants = {"interleaved": interleaved, "zero_centered": zero_centered, **_sizes(width, half)}
-        programs = triton.cdiv(rows, ctx.constants["tile"])
+        ctx.numbers = (mixed.numel() // width, batch, eps)
+        ctx.constants = {
+            "groups": groups,
+            "queries": queries,
+            "interleaved": interleaved,
+            "zero_centered": zero_centered,
+            **_sizes(width, half),
+        }
+        programs = triton.cdiv(ctx.numbers[0], ctx.constants["tile"])
         _normalized_rotary_kernel[(programs,)](
-            mixed, cos, sin, gamma_q, gamma_k, q, k, v, *ctx.sizes, eps, **ctx.constants
+            mixed, cos, sin, gamma_q, gamma_k, q, k, v, *ctx.numbers, **ctx.constants
         )
         ctx.save_for_backward(mixed, gamma_q, gamma_k, cos, sin)
         return q, k, v
@@ -257,14 +260,14 @@ class _NormalizedRotary(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         mixed, gamma_q, gamma_k, cos, sin = ctx.saved_tensors
         q, k, v = (grad.contiguous() for grad in grad_outputs)
-        rows, width = ctx.sizes[0], gamma_q.shape[0]
+        rows, width = ctx.numbers[0], gamma_q.shape[0]
         tile = ctx.constants["tile"]
         processors = torch.cuda.get_device_properties(mixed.device).multi_processor_count
         programs = min(triton.cdiv(rows, tile), processors * PROGRAMS_PER_PROCESSOR[tile > 1])
         grad_mixed = torch.empty_like(mixed)
         parts = torch.empty(programs, 2 * width, dtype=torch.float32, device=mixed.device)
         _normalized_rotary_backward_kernel[(programs,)](
-            mixed, q, k, v, cos, sin, gamma_q, gamma_k, *ctx.sizes, grad_mixed, parts, ctx.eps, **ctx.constants
+            mixed, q, k, v, cos, sin, gamma_q, gamma_k, *ctx.numbers, grad_mixed, parts, **ctx.constants
         )
         of_weights = summed(parts, gamma_q.dtype).split(width) if any(ctx.needs_input_grad[1:3]) else (None, None)
         return grad_mixed, *of_weights, None, None, None, None, None, None
