@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -77,6 +78,20 @@ def train_with_latent_attention(
     return values, [completion["token_ids"] for completion in completions], kernel.call_count
 
 
+@contextlib.contextmanager
+def replaced_modules(substitutes: Mapping[str, Any]) -> Iterator[None]:
+    """Imports find these modules by name. Others that are imported meanwhile stay, unlike after `mock.patch.dict`."""
+    originals = {name: sys.modules.get(name) for name in substitutes}
+    sys.modules.update(substitutes)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            del sys.modules[name]
+            if original is not None:
+                sys.modules[name] = original
+
+
 def train_and_generate(
     overrides: Sequence[str], samples: Sequence[Any], fused: bool
 ) -> tuple[list[tuple[float, float]], list[list[int]], int]:
@@ -90,7 +105,7 @@ def train_and_generate(
             split_normalized_rotary=split_normalized_rotary, HeadNorms=types.SimpleNamespace
         ),
     }
-    with started(runs.CONFIG, [*overrides]) as wrap, mock.patch.dict(sys.modules, substitutes if fused else {}):
+    with started(runs.CONFIG, [*overrides]) as wrap, replaced_modules(substitutes if fused else {}):
         for module in (module for chunk in wrap.state.chunks for module in chunk.modules()):
             if fused and type(module) is self_attention.SelfAttention:
                 module.__class__ = self_attention.FusedSelfAttention
