@@ -47,8 +47,8 @@ def use(kernels: LayerKernels, replacements: Replacements) -> None:
 
 
 def weight_of(module: Any) -> Any:
-    """A view of the weight of a module that a kernel computes. The module is called all the same, since a hook of its
-    calls waits for the gathered weight (`overlap_param_gather`)."""
+    """A view of the weight of a module that a kernel computes, of the weight's shape; gradients reach the weight. The
+    module is called all the same, since a hook of its calls waits for the gathered weight (`overlap_param_gather`)."""
     module.forward = lambda: module.weight.view_as(module.weight)
     try:
         return module()

@@ -37,9 +37,9 @@ class HeadNorms:
 
 
 @triton.jit
-def _places(row, rows, groups, queries, width):
-    """Of rows: their tokens, where they begin in the projection, in queries and in keys and values, whether there are
-    any, and what they are."""
+def _offsets(row, rows, groups, queries, width):
+    """Of each row: its token, its offset in the projection, in queries and in keys and values; masks of the rows that
+    exist, and of those that are queries, keys and values."""
     heads = groups * (queries + 2)
     token, head = row // heads, row % heads
     group, role = head // (queries + 2), head % (queries + 2)
@@ -72,15 +72,15 @@ def _weights(gamma_q, gamma_k, entry, is_q, is_v, inside, zero_centered: tl.cons
 @triton.jit
 def _angles(cos, sin, token, batch, half, pair, is_v, inside):
     """Cosines and sines [rows, pairs]; values are not rotated."""
-    place = (token // batch)[:, None] * half + pair
-    c = tl.load(cos + place, mask=inside & (is_v == 0), other=1.0)
-    return c, tl.load(sin + place, mask=inside & (is_v == 0), other=0.0)
+    offset = (token // batch)[:, None] * half + pair
+    rotated = inside & (is_v == 0)
+    return tl.load(cos + offset, mask=rotated, other=1.0), tl.load(sin + offset, mask=rotated, other=0.0)
 
 
 @triton.jit
 def _entries(width, half, interleaved: tl.constexpr, pairs: tl.constexpr, others: tl.constexpr):
-    """Of a head: the pairs, their first and second entries, those that are not rotated, and which of the pairs and of
-    the latter there are."""
+    """Of a head: its pairs, their first and second entries, the entries that are not rotated; masks of the pairs and of
+    those entries, whose numbers are rounded up to powers of two."""
     pair = tl.arange(0, pairs)[None, :]
     first = 2 * pair if interleaved else pair
     second = 2 * pair + 1 if interleaved else pair + half
@@ -127,7 +127,7 @@ def _normalized_rotary_kernel(
 ):
     pair, first, second, other, in_pairs, in_rest = _entries(width, half, interleaved, pairs, others)
     row = tl.program_id(0) * tile + tl.arange(0, tile)
-    token, begin, query, key, valid, is_q, is_k, is_v = _places(row, rows, groups, queries, width)
+    token, begin, query, key, valid, is_q, is_k, is_v = _offsets(row, rows, groups, queries, width)
     x, y, z, _ = _normal(mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, eps, width, half)
     x *= _weights(gamma_q, gamma_k, first, is_q, is_v, in_pairs, zero_centered)
     y *= _weights(gamma_q, gamma_k, second, is_q, is_v, in_pairs, zero_centered)
@@ -141,7 +141,7 @@ def _normalized_rotary_kernel(
 
 @triton.jit
 def _added(of_q, of_k, product, is_q, is_k):
-    """Sums of products over rows [tile, entries], with those of queries and of keys added."""
+    """Both sums [tile, entries], to which the products of queries' and of keys' rows are added."""
     return of_q + tl.where(is_q, product, 0.0), of_k + tl.where(is_k, product, 0.0)
 
 
@@ -183,7 +183,7 @@ def _normalized_rotary_backward_kernel(
     q_z, k_z = tl.zeros([tile, others], tl.float32), tl.zeros([tile, others], tl.float32)
     for start in range(tl.program_id(0) * tile, rows, tl.num_programs(0) * tile):
         row = start + tl.arange(0, tile)
-        token, begin, query, key, valid, is_q, is_k, is_v = _places(row, rows, groups, queries, width)
+        token, begin, query, key, valid, is_q, is_k, is_v = _offsets(row, rows, groups, queries, width)
         x, y, z, inverse = _normal(
             mixed + begin, first, second, other, valid, is_v, in_pairs, in_rest, eps, width, half
         )
