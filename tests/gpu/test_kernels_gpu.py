@@ -17,6 +17,7 @@ from megatron_wrap.nn.kernels.attention.normalized_rotary import HeadNorms, spli
 from megatron_wrap.nn.kernels.embedding.row_gradients import add_row_gradients
 from megatron_wrap.nn.kernels.rms_norm import rms_norm
 from megatron_wrap.nn.kernels.rotary import apply_rotary, split_rotary
+from megatron_wrap.nn.kernels.square_sums import square_sum
 from megatron_wrap.nn.kernels.swiglu import swiglu
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients, can_accumulate_weight_gradients
 from megatron_wrap.platform.megatron_core.adam import GroupStepAdam
@@ -360,3 +361,11 @@ def test_latent_attention_has_a_fast_kernel(queries, keys, kernels):
     assert len(used) == 1
     assert used <= expected
     assert not slow
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_of_squares(dtype):
+    tensors = [torch.randn(size, device="cuda").to(dtype) for size in (2**24 + 3, 5, 10**6)]
+    total = square_sum(tensors)
+    assert error(total, torch.cat(tensors).cpu().double().square().sum().view(1)) < 1e-6
+    assert torch.equal(total, square_sum(tensors))

@@ -14,9 +14,13 @@ from torch import Tensor
 
 from megatron_wrap.engine.state.kernel_adam import KernelAdam
 from megatron_wrap.engine.state.open_step import Update
+from megatron_wrap.nn.kernels.available import has_triton
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.platform.megatron_core.adam import model_copies, without_model_copies
 from megatron_wrap.platform.megatron_core.versions import gradients_for_norm
+
+_LARGE = 2**22
+"""Elements of a gradient the squares of which are summed by a kernel of their own."""
 
 
 class CheckedOptimizer(ChainedOptimizer):
@@ -182,9 +186,16 @@ def _square_sum(gradients: list[Tensor], group: Any, device: torch.device) -> Te
     """Sum of squares over this rank's gradients and those of the group, fp32 [1] on the device, as in Megatron-Core's
     `get_grad_norm_fp32`, which ends with a synchronization."""
     total = torch.zeros(1, dtype=torch.float32, device=device)
-    if gradients:
+    own_kernel = device.type == "cuda" and has_triton()
+    large = [gradient for gradient in gradients if own_kernel and gradient.numel() >= _LARGE]
+    others = [gradient for gradient in gradients if not own_kernel or gradient.numel() < _LARGE]
+    if large:
+        from megatron_wrap.nn.kernels.square_sums import square_sum
+
+        total += square_sum(large)
+    if others:
         overflow = torch.zeros(1, dtype=torch.int, device=device)
-        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
-        total = norm**2.0
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [others], False)
+        total += norm**2.0
     reduce_in_place(total, "sum", group)
     return total

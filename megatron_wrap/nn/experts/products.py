@@ -1,4 +1,5 @@
-"""One matrix product for the rows of all experts of a process: torch's grouped product, forward and backward."""
+"""One matrix product for the rows of all experts of a process, forward and backward: torch's grouped product, or a
+kernel of this package where that is faster."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_wrap.nn.kernels.available import has_triton
+from megatron_wrap.nn.kernels.available import can_load_tiles, has_triton
 from megatron_wrap.platform.megatron_core.added_gradients import placeholder
 from megatron_wrap.platform.megatron_core.first_gradients import takes_first
 
 ALIGNMENT_BYTES = 16
 """Of the rows of a matrix that torch's grouped product reads (aten/src/ATen/native/GroupedMMUtils.h)."""
+_TILE_ROWS = 128
+"""Rows of an expert that `expert_products` multiplies together."""
 
 
 class RowEnds(NamedTuple):
@@ -98,7 +101,21 @@ def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if _padding(rows.shape[1], rows.dtype) or _padding(width, rows.dtype):
         rows, matrices = _aligned(rows, 1), _aligned(_aligned(matrices, 1), 2).contiguous()
         return functional.grouped_mm(rows, matrices, offs=ends)[:, :width].contiguous()
+    if _fills_tiles(rows, matrices):
+        from megatron_wrap.nn.kernels.expert_products import expert_products
+
+        return expert_products(rows, matrices, ends)
     return functional.grouped_mm(rows, matrices, offs=ends)
+
+
+def _fills_tiles(rows: Tensor, matrices: Tensor) -> bool:
+    """Whether the kernel multiplies these, and its tiles are filled, on average: it is then faster than torch."""
+    if not rows.is_cuda or rows.dtype.itemsize != 2 or rows.shape[0] < _TILE_ROWS * matrices.shape[0]:
+        return False
+    stored = matrices if matrices.is_contiguous() else matrices.transpose(1, 2)
+    if not (rows.is_contiguous() and stored.is_contiguous()):
+        return False
+    return can_load_tiles(rows) and can_load_tiles(stored.flatten(0, 1))
 
 
 def _weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor, weight: Any, accumulate: bool) -> Tensor | None:
