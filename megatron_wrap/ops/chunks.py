@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_wrap.ops.deferred_logits import (
-    CHUNK_BYTES,
     MIN_CHUNK_TOKENS,
     DeferredLogits,
     OutputProjection,
+    chunk_bytes,
     is_deferred,
     whole_logits,
 )
@@ -91,7 +91,8 @@ class _Call:
         for size in self.shape:
             tokens *= size
         row = sum(p.weight.shape[0] * p.weight.element_size() for p in self.projections)
-        count = max(1, -(-tokens // max(MIN_CHUNK_TOKENS, CHUNK_BYTES // row)))
+        device = self.projections[0].weight.device
+        count = max(1, -(-tokens // max(MIN_CHUNK_TOKENS, chunk_bytes(device) // row)))
         step = max(1, -(-tokens // count))
         for start in range(0, max(1, tokens), step):
             yield slice(start, min(start + step, tokens))

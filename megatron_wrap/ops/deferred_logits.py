@@ -25,6 +25,8 @@ from megatron_wrap.utils.dist_logger import logger
 CHUNK_BYTES = 512 * 2**20
 """Memory of the logits of one chunk of tokens, in bytes: at a vocabulary of 128,256 in bf16 about 2,000 tokens, whose
 products still use a GPU fully, and 1 / 32 of the logits of 65,536 tokens."""
+CHUNK_SHARE = 0.01
+"""Of the memory of a GPU, if that is more: the fewer chunks, the less often the gradient buffer is read and written."""
 MIN_CHUNK_TOKENS = 1024
 """Tokens of a chunk at least: with fewer, reading and writing the gradient buffer [V/tp, H] for each chunk would cost
 more time than the product that is added to it."""
@@ -197,6 +199,13 @@ def deferred_logits(hidden: Tensor, projection: OutputProjection, loss_factor: f
     """Logits of hidden states [B, S, H] that are computed where they are needed."""
     result: DeferredLogits = _Deferred.apply(hidden, projection.weight, projection, True)
     return result._with(hidden, projection, loss_factor, result.stored)  # hidden states with their graph
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Memory that the logits of one chunk may take on a device."""
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return max(CHUNK_BYTES, int(CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory))
 
 
 def is_deferred(value: Any) -> bool:

@@ -336,7 +336,7 @@ def test_logits_loss_and_gradients_equal_transformers(
     from megatron_wrap.ops import chunks
     from megatron_wrap.testing.gradients import gather_weights
 
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "chunk_bytes", lambda device: 1)
     monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 13)
     path, overrides = run_config(tmp_path, family.arch)
     with MegatronWrap(path, [*overrides, f"{LINEAR_CROSS_ENTROPY}={linear_cross_entropy}"]) as wrap:

@@ -63,7 +63,7 @@ class Doubled(torch.autograd.Function):
 
 @pytest.fixture(autouse=True)
 def small_chunks() -> Iterator[None]:
-    with mock.patch.object(chunks, "MIN_CHUNK_TOKENS", 4), mock.patch.object(chunks, "CHUNK_BYTES", 1):
+    with mock.patch.object(chunks, "MIN_CHUNK_TOKENS", 4), mock.patch.object(chunks, "chunk_bytes", return_value=1):
         yield
 
 

@@ -213,11 +213,10 @@ def _normalized_rotary_backward_kernel(
         _store_sums(part, other, in_rest, width, q_z, k_z)
 
 
-def _sizes(width: int, half: int, elements: int) -> dict[str, int]:
-    """Compile-time sizes for heads of `width` entries, the first 2 * `half` of which are rotated, and tiles of
-    `elements`."""
+def _sizes(width: int, half: int) -> dict[str, int]:
+    """Compile-time sizes for heads of `width` entries, the first 2 * `half` of which are rotated."""
     block, others = triton.next_power_of_2(width), triton.next_power_of_2(max(1, width - 2 * half))
-    tile = max(1, elements // block)
+    tile = max(1, TILE_ELEMENTS // block)
     blocks = {"pairs": triton.next_power_of_2(half), "others": others, "tile": tile}
     return {"width": width, "half": half, **blocks, "num_warps": max(1, min(16, tile * block // 512))}
 
@@ -247,11 +246,11 @@ class _NormalizedRotary(torch.autograd.Function):
             "queries": queries,
             "interleaved": interleaved,
             "zero_centered": zero_centered,
+            **_sizes(width, half),
         }
-        sizes = _sizes(width, half, TILE_ELEMENTS)
-        programs = triton.cdiv(ctx.numbers[0], sizes["tile"])
+        programs = triton.cdiv(ctx.numbers[0], ctx.constants["tile"])
         _normalized_rotary_kernel[(programs,)](
-            mixed, cos, sin, gamma_q, gamma_k, q, k, v, *ctx.numbers, **ctx.constants, **sizes
+            mixed, cos, sin, gamma_q, gamma_k, q, k, v, *ctx.numbers, **ctx.constants
         )
         ctx.save_for_backward(mixed, gamma_q, gamma_k, cos, sin)
         return q, k, v
@@ -262,14 +261,13 @@ class _NormalizedRotary(torch.autograd.Function):
         mixed, gamma_q, gamma_k, cos, sin = ctx.saved_tensors
         q, k, v = (grad.contiguous() for grad in grad_outputs)
         rows, width = ctx.numbers[0], gamma_q.shape[0]
-        sizes = _sizes(width, cos.shape[1], 2 * TILE_ELEMENTS)
-        tile = sizes["tile"]
+        tile = ctx.constants["tile"]
         processors = torch.cuda.get_device_properties(mixed.device).multi_processor_count
         programs = min(triton.cdiv(rows, tile), processors * PROGRAMS_PER_PROCESSOR[tile > 1])
         grad_mixed = torch.empty_like(mixed)
         parts = torch.empty(programs, 2 * width, dtype=torch.float32, device=mixed.device)
         _normalized_rotary_backward_kernel[(programs,)](
-            mixed, q, k, v, cos, sin, gamma_q, gamma_k, *ctx.numbers, grad_mixed, parts, **ctx.constants, **sizes
+            mixed, q, k, v, cos, sin, gamma_q, gamma_k, *ctx.numbers, grad_mixed, parts, **ctx.constants
         )
         of_weights = summed(parts, gamma_q.dtype).split(width) if any(ctx.needs_input_grad[1:3]) else (None, None)
         return grad_mixed, *of_weights, None, None, None, None, None, None
