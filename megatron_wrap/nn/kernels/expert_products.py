@@ -1,8 +1,9 @@
 """Products of the rows of all experts of a process in Triton. Import it only where Triton is installed and the GPU
 loads tiles by descriptors (`available.can_load_tiles`).
 
-A program for each multiprocessor computes tiles one after another. Loads of the next tile are started before a tile is
-written. Rows of a tile that belong to the next expert are read as zeros and not written.
+A program for each multiprocessor computes tiles one after another, those of the same rows side by side. Loads of the
+next tile are started before a tile is written. Rows of a tile that belong to the next expert are read as zeros and not
+written.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ def _products_kernel(
     across = tl.cdiv(outputs, block_out)
     for tile in tl.range(tl.program_id(0), tl.sum(heights, axis=0) * across, tl.num_programs(0), flatten=True):
         expert = tl.sum((row_ends <= tile // across).to(tl.int32), axis=0)
-        height = tl.sum(tl.where(index == expert, heights, 0), axis=0)
-        within = tile - tl.sum(tl.where(index < expert, heights, 0), axis=0) * across
-        row, column = within % height * block_rows, within // height * block_out
+        above = tl.sum(tl.where(index < expert, heights, 0), axis=0)
+        row, column = (tile // across - above) * block_rows, tile % across * block_out
         begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
         count = tl.load(ends + expert) - begin
         sums = tl.zeros([block_rows, block_out], dtype=tl.float32)
