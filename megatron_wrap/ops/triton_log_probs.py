@@ -17,7 +17,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _normalizer_kernel(
+def _log_normalizer_kernel(
     logits, ids, highest, total, picked, weighted, columns, block: tl.constexpr, with_entropy: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -48,7 +48,7 @@ def _normalizer_kernel(
 
 
 @triton.jit
-def _gradient_kernel(logits, ids, log_normalizer, grad_out, grad, columns, block: tl.constexpr):
+def _log_prob_gradient_kernel(logits, ids, log_normalizer, grad_out, grad, columns, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * block
     column = start + tl.arange(0, block)
@@ -70,7 +70,7 @@ def normalizer_parts(
     numbers = [torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3 + with_entropy)]
     highest, total, picked = numbers[:3]
     weighted = numbers[3] if with_entropy else None
-    _normalizer_kernel[(rows,)](
+    _log_normalizer_kernel[(rows,)](
         *(logits, local_ids, highest, total, picked, total if weighted is None else weighted, columns),
         block=BLOCK,
         with_entropy=with_entropy,
@@ -90,5 +90,7 @@ def log_prob_gradient(
     rows, columns = logits.shape
     grad = torch.empty_like(logits) if grad is None else grad
     grid = (rows, triton.cdiv(columns, BLOCK))
-    _gradient_kernel[grid](logits, local_ids, log_normalizer, grad_out, grad, columns, block=BLOCK, num_warps=8)
+    _log_prob_gradient_kernel[grid](
+        logits, local_ids, log_normalizer, grad_out, grad, columns, block=BLOCK, num_warps=8
+    )
     return grad

@@ -21,17 +21,20 @@ _KERNELS = _rules(
     (COMMUNICATION, r"nccl|userbuffers|nvshmem|symm_mem|one_shot_all_reduce|two_shot_all_reduce"),
     # before the products: FlashAttention 3 is built from CUTLASS
     (ATTENTION, r"flash|fmha|sdpa|attn|attention|thd_|masked_softmax|cunn_softmax|softmax_warp_\w+<.*\bfalse>"),
-    # linear attention of flash-linear-attention
-    (ATTENTION, r"delta_rule|chunk_(fwd|bwd)_kernel|_wy_repr_|recompute_w_u|chunk_local_cumsum|causal_conv1d"),
-    (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|split_?k|tensorop|wgmma|matmul"),
-    (OPTIMIZER, r"multi_tensor|adam|fusedoptimizer|muon"),
-    (LOSS, r"cross_entropy|online_softmax|log_?softmax|nll_loss|softmax_warp|_normalizer_kernel|_gradient_kernel"),
+    # linear attention of flash-linear-attention, and its convolution here
+    (
+        ATTENTION,
+        r"delta_rule|chunk_(fwd|bwd)_kernel|_wy_repr_|recompute_w_u|chunk_local_cumsum|causal_conv1d|_convolution_",
+    ),
+    (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|split_?k|tensorop|wgmma|matmul|expert_products|weight_gradients"),
+    (OPTIMIZER, r"multi_tensor|adam|fusedoptimizer|muon|square_sums"),
+    (LOSS, r"cross_entropy|online_softmax|log_?softmax|nll_loss|softmax_warp|log_normalizer|log_prob"),
     (COPIES, r"memcpy|memset|copy|fillfunctor"),
     (
         ELEMENTWISE,
         r"elementwise|reduce_kernel|norm|rope|rotary|rotate|silu|gelu|relu|swiglu|geglu|act_kernel|gated|dropout"
         r"|triton_|embedding|index|gather|scatter|scan|sort|topk|cast|quantize|transpose|arange|philox|distribution"
-        r"|where|mask|permute|amax|aten|native::",
+        r"|where|mask|permute|amax|aten|native::|_routing_|_rows_kernel|_split_to_",
     ),
 )
 """(kind, names) of GPU kernels; the first match counts. Names are those of cuBLAS (nvjet, xmma, gemm),

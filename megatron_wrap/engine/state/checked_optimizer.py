@@ -20,7 +20,7 @@ from megatron_wrap.platform.megatron_core.adam import model_copies, without_mode
 from megatron_wrap.platform.megatron_core.versions import gradients_for_norm
 
 _LARGE = 2**22
-"""Elements of a gradient the squares of which are summed by a kernel of their own."""
+"""Elements of a gradient from which on a kernel of its own sums its squares."""
 
 
 class CheckedOptimizer(ChainedOptimizer):
@@ -186,9 +186,8 @@ def _square_sum(gradients: list[Tensor], group: Any, device: torch.device) -> Te
     """Sum of squares over this rank's gradients and those of the group, fp32 [1] on the device, as in Megatron-Core's
     `get_grad_norm_fp32`, which ends with a synchronization."""
     total = torch.zeros(1, dtype=torch.float32, device=device)
-    own_kernel = device.type == "cuda" and has_triton()
-    large = [gradient for gradient in gradients if own_kernel and gradient.numel() >= _LARGE]
-    others = [gradient for gradient in gradients if not own_kernel or gradient.numel() < _LARGE]
+    large = [gradient for gradient in gradients if _is_large(gradient)]
+    others = [gradient for gradient in gradients if not _is_large(gradient)]
     if large:
         from megatron_wrap.nn.kernels.square_sums import square_sum
 
@@ -199,3 +198,8 @@ def _square_sum(gradients: list[Tensor], group: Any, device: torch.device) -> Te
         total += norm**2.0
     reduce_in_place(total, "sum", group)
     return total
+
+
+def _is_large(gradient: Tensor) -> bool:
+    """Whether a kernel of its own sums the squares of this gradient faster than one for many tensors does."""
+    return gradient.is_cuda and gradient.numel() >= _LARGE and gradient.is_contiguous() and has_triton()

@@ -11,7 +11,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _kernel(
+def _adam_kernel(
     values,
     grads,
     first,
@@ -79,7 +79,7 @@ def update(
     if not count:
         return
     beta1, beta2 = betas
-    _kernel[(triton.cdiv(count, _BLOCK),)](
+    _adam_kernel[(triton.cdiv(count, _BLOCK),)](
         *(values, grads, first, second, values if copy is None else copy, count, factor, lr / (1.0 - beta1**step)),
         *(1.0 - lr * weight_decay if decoupled else 1.0, 0.0 if decoupled else weight_decay),
         *(beta1, beta2, 1.0 - beta1, 1.0 - beta2, (1.0 - beta2**step) ** 0.5, eps),

@@ -19,7 +19,7 @@ _ROWS, _OUT, _IN = 128, 256, 64
 
 
 @triton.jit
-def _products_kernel(
+def _expert_products_kernel(
     rows,
     matrices,
     ends,
@@ -77,7 +77,7 @@ def expert_products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     block = [1, _OUT, _IN] if transposed else [1, _IN, _OUT]
     tiles = (triton.cdiv(rows.shape[0], _ROWS) + experts) * triton.cdiv(outputs, _OUT)
     programs = min(tiles, torch.cuda.get_device_properties(rows.device).multi_processor_count)
-    _products_kernel[(programs,)](
+    _expert_products_kernel[(programs,)](
         create_ragged_descriptor(rows, [_ROWS, _IN]),
         TensorDescriptor(stored, list(stored.shape), list(stored.stride()), block),
         ends,

@@ -121,7 +121,7 @@ def _cells(
 
 
 @triton.jit(do_not_specialize=["count_tokens", "weight_programs"])
-def _move_with_weights_kernel(
+def _move_rows_kernel(
     values,
     weights,
     members,
@@ -190,7 +190,7 @@ def spread_with_weights(
     if total:
         grid, sizes, form = _launch(tokens.shape, indices.shape[1], groups, each)
         mask = weights if members is None else members.view(torch.uint8)
-        _move_with_weights_kernel[grid](
+        _move_rows_kernel[grid](
             *(tokens, weights, mask, indices, ends, out, out_weights, *sizes),
             **{"to_rows": True, "masked": members is not None, **form},
         )
@@ -214,7 +214,7 @@ def sum_with_weights(
     if tokens:
         grid, sizes, form = _launch(out.shape, indices.shape[1], groups, each)
         mask = weights if members is None else members.view(torch.uint8)
-        _move_with_weights_kernel[grid](
+        _move_rows_kernel[grid](
             *(rows, weights, mask, indices, ends, out, out_weights, *sizes),
             **{"to_rows": False, "masked": members is not None, **form},
         )

@@ -40,7 +40,7 @@ def _put(total, sums, expert, out, column, outputs, inputs, filled, overwrite: t
 
 
 @triton.jit
-def _kernel(
+def _weight_gradients_by_pointers_kernel(
     grad,
     rows,
     ends,
@@ -75,7 +75,7 @@ def _kernel(
 
 
 @triton.jit
-def _persistent_kernel(
+def _weight_gradients_by_descriptors_kernel(
     grad,
     rows,
     ends,
@@ -123,8 +123,10 @@ def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, total: Tensor
     if can_load_tiles(grad) and can_load_tiles(rows):
         programs = min(experts * tiles, torch.cuda.get_device_properties(grad.device).multi_processor_count)
         left, right = create_ragged_descriptor(grad, [_ROWS, _OUT]), create_ragged_descriptor(rows, [_ROWS, _IN])
-        _persistent_kernel[(programs,)](
+        _weight_gradients_by_descriptors_kernel[(programs,)](
             left, right, ends, total, outputs, inputs, experts, **sizes, num_warps=8, num_stages=4
         )
     else:
-        _kernel[(tiles, experts)](grad, rows, ends, total, outputs, inputs, **sizes, num_warps=8, num_stages=4)
+        _weight_gradients_by_pointers_kernel[(tiles, experts)](
+            grad, rows, ends, total, outputs, inputs, **sizes, num_warps=8, num_stages=4
+        )

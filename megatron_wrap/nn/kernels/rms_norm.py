@@ -90,7 +90,7 @@ def _rms_norm_backward_kernel(
 
 
 @triton.jit
-def _sum_kernel(parts, total, rows, columns, block_rows: tl.constexpr, block: tl.constexpr):
+def _rms_norm_sum_kernel(parts, total, rows, columns, block_rows: tl.constexpr, block: tl.constexpr):
     column = tl.program_id(0) * block + tl.arange(0, block)
     inside = column < columns
     sums = tl.zeros([block_rows, block], dtype=tl.float32)
@@ -105,7 +105,7 @@ def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """[rows, columns] in fp32 -> [columns]; torch's sum takes 13 us for 528 rows of 2,048 (H200, 2026-11-26)."""
     rows, columns = parts.shape
     total = torch.empty(columns, dtype=dtype, device=parts.device)
-    _sum_kernel[(triton.cdiv(columns, _SUMMED_COLUMNS),)](
+    _rms_norm_sum_kernel[(triton.cdiv(columns, _SUMMED_COLUMNS),)](
         parts, total, rows, columns, block_rows=_SUMMED_ROWS, block=_SUMMED_COLUMNS, num_warps=8
     )
     return total

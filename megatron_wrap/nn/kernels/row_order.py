@@ -47,7 +47,7 @@ def _load_block(
 
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
-def _count_kernel(
+def _count_rows_kernel(
     members,
     counts,
     tokens,
@@ -94,7 +94,7 @@ def _read_counts(counts, groups, block_groups: tl.constexpr, block_counts: tl.co
 
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
-def _order_kernel(
+def _order_rows_kernel(
     members,
     counts,
     rows_of_tokens,
@@ -161,8 +161,8 @@ def order_rows(members: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor
     values = members.contiguous() if by_sign else members.contiguous().view(torch.uint8)
     counts = torch.empty(2 * groups * blocks, dtype=torch.int32, device=members.device)
     totals = torch.empty(3, groups, dtype=torch.int32, device=members.device)
-    _count_kernel[(blocks,)](values, counts, tokens, parts, groups, each, by_sign=by_sign, **form)
-    _order_kernel[(blocks,)](
+    _count_rows_kernel[(blocks,)](values, counts, tokens, parts, groups, each, by_sign=by_sign, **form)
+    _order_rows_kernel[(blocks,)](
         *(values, counts, rows, totals, tokens, parts, groups, each, width),
         by_sign=by_sign,
         block_counts=block_counts,

@@ -88,7 +88,7 @@ def _taps(source, weight, token, start, inside, stride, taps: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(x, weight, starts, y, tokens, heads, columns: tl.constexpr):
+def _short_convolution_kernel(x, weight, starts, y, tokens, heads, columns: tl.constexpr):
     row, head, token, column = _block(columns)
     inside, start = column < columns.width, _first_seen(starts, token, tokens, columns)
     source = _head_of_row(x, row, head, heads, columns) + column
@@ -100,7 +100,9 @@ def _forward_kernel(x, weight, starts, y, tokens, heads, columns: tl.constexpr):
 
 
 @triton.jit
-def _inner_gradient_kernel(x, weight, starts, grad_y, inner, grad_weight, tokens, heads, columns: tl.constexpr):
+def _short_convolution_inner_kernel(
+    x, weight, starts, grad_y, inner, grad_weight, tokens, heads, columns: tl.constexpr
+):
     # The gradient before SiLU, and of the weight a part for each block of tokens
     taps: tl.constexpr = columns.taps
     row, head, token, column = _block(columns)
@@ -126,7 +128,7 @@ def _inner_gradient_kernel(x, weight, starts, grad_y, inner, grad_weight, tokens
 
 
 @triton.jit
-def _input_gradient_kernel(weight, starts, inner, grad_x, tokens, heads, columns: tl.constexpr):
+def _short_convolution_input_kernel(weight, starts, inner, grad_x, tokens, heads, columns: tl.constexpr):
     taps: tl.constexpr = columns.taps
     row, head, token, column = _block(columns)
     inside = column < columns.width
@@ -147,7 +149,7 @@ def _input_gradient_kernel(weight, starts, inner, grad_x, tokens, heads, columns
 
 
 @triton.jit
-def _copy_kernel(rows, part, tokens, heads, columns: tl.constexpr, from_rows: tl.constexpr):
+def _short_convolution_copy_kernel(rows, part, tokens, heads, columns: tl.constexpr, from_rows: tl.constexpr):
     row, head, token, column = _block(columns)
     inside = (token < tokens)[:, None] & (column < columns.width)[None, :]
     in_rows = _head_of_row(rows, row, head, heads, columns)
@@ -190,9 +192,9 @@ class _ConvolvedHeads(torch.autograd.Function):
         for columns in ctx.columns:
             part, grid = rows.new_empty(batch, tokens, heads, columns.width), _grid(rows, columns)
             if columns.taps:
-                _forward_kernel[grid](rows, weight, positions, part, tokens, heads, columns, num_warps=4)
+                _short_convolution_kernel[grid](rows, weight, positions, part, tokens, heads, columns, num_warps=4)
             else:
-                _copy_kernel[grid](rows, part, tokens, heads, columns, from_rows=True, num_warps=4)
+                _short_convolution_copy_kernel[grid](rows, part, tokens, heads, columns, from_rows=True, num_warps=4)
             parts.append(part)
         return tuple(parts)
 
@@ -209,11 +211,13 @@ class _ConvolvedHeads(torch.autograd.Function):
             grad_part, grid = grad_part.contiguous(), _grid(rows, columns)
             shape = (tokens, heads, columns)
             if not columns.taps:
-                _copy_kernel[grid](grad_rows, grad_part, *shape, from_rows=False, num_warps=4)
+                _short_convolution_copy_kernel[grid](grad_rows, grad_part, *shape, from_rows=False, num_warps=4)
                 continue
             inner = torch.empty_like(grad_part)
-            _inner_gradient_kernel[grid](rows, weight, positions, grad_part, inner, grad_weight, *shape, num_warps=4)
-            _input_gradient_kernel[grid](weight, positions, inner, grad_rows, *shape, num_warps=4)
+            _short_convolution_inner_kernel[grid](
+                rows, weight, positions, grad_part, inner, grad_weight, *shape, num_warps=4
+            )
+            _short_convolution_input_kernel[grid](weight, positions, inner, grad_rows, *shape, num_warps=4)
         return grad_rows, grad_weight.sum(dim=0).T.to(weight.dtype), None, None
 
 

@@ -15,7 +15,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _forward_kernel(gates, weights, out, columns, gain, limit, offset, clamped: tl.constexpr, block: tl.constexpr):
+def _weighted_swiglu_kernel(
+    gates, weights, out, columns, gain, limit, offset, clamped: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32)
     for start in range(0, columns, block):
@@ -31,7 +33,7 @@ def _forward_kernel(gates, weights, out, columns, gain, limit, offset, clamped: 
 
 
 @triton.jit
-def _backward_kernel(
+def _weighted_swiglu_backward_kernel(
     gates,
     weights,
     grad_out,
@@ -78,7 +80,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         out = torch.empty(rows, columns, dtype=gates.dtype, device=gates.device)
         if out.numel():
             form = _form(gain, clamp, offset)
-            _forward_kernel[(rows,)](gates, weights, out, columns, **form, **_launch(columns))
+            _weighted_swiglu_kernel[(rows,)](gates, weights, out, columns, **form, **_launch(columns))
         ctx.form = gain, clamp, offset
         ctx.save_for_backward(gates, weights)
         return out
@@ -91,7 +93,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         grad_gates, grad_weights = torch.empty_like(gates), torch.empty_like(weights)
         if gates.numel():
             grad = grad_outputs[0].contiguous()
-            _backward_kernel[(rows,)](
+            _weighted_swiglu_backward_kernel[(rows,)](
                 *(gates, weights, grad, grad_gates, grad_weights, columns), **_form(*ctx.form), **_launch(columns)
             )
         return grad_gates, grad_weights, None, None, None

@@ -62,7 +62,7 @@ def test_a_trace_of_a_gpu() -> None:
         _event("cpu_op", "TokenLogProbs", 140, 150),
         *_kernel("void at::native::vectorized_elementwise_kernel<4>", 145, 400, 420, 4),
         _event("cpu_op", "TokenLogProbsBackward", 200, 230, AUTOGRAD),
-        *_kernel("_gradient_kernel", 210, 420, 450, 5, AUTOGRAD),
+        *_kernel("_log_prob_gradient_kernel", 210, 420, 450, 5, AUTOGRAD),
         *_kernel(last := "nvjet_of_the_output_layer", 215, 470, 480, 9, AUTOGRAD),  # with linear_cross_entropy
         *_link(1, (MAIN, 140), (AUTOGRAD, 200)),
         _event("cpu_op", "MulBackward0", 240, 260, AUTOGRAD),

@@ -1,5 +1,8 @@
 """Kinds of kernels and operations by the names that libraries give them."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from megatron_wrap.profiling import kernel_kinds as kinds
@@ -62,7 +65,11 @@ TORCH = {
     "chunk_bwd_kernel_dqkwg": kinds.ATTENTION,
     "layer_norm_gated_fwd_kernel": kinds.ELEMENTWISE,
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1": kinds.COPIES,
-    "_normalizer_kernel": kinds.LOSS,
+    "_log_normalizer_kernel": kinds.LOSS,
+    "_expert_products_kernel": kinds.MATMUL,
+    "_weight_gradients_by_pointers_kernel": kinds.MATMUL,
+    "_square_sums_kernel": kinds.OPTIMIZER,
+    "_short_convolution_copy_kernel": kinds.ATTENTION,
     "_split_rotary_kernel": kinds.ELEMENTWISE,
     "_latent_rotary_kernel": kinds.ELEMENTWISE,
     "_normalized_rotary_backward_kernel": kinds.ELEMENTWISE,
@@ -92,6 +99,18 @@ def test_kernels(name: str, kind: str) -> None:
 def test_communication(name: str, collective: str) -> None:
     kind = kinds.kernel_kind(name) if name.startswith("nccl") else kinds.operation_kind(name)
     assert (kind, kinds.collective(name)) == (kinds.COMMUNICATION, collective)
+
+
+def test_the_kernels_of_this_package_are_known() -> None:
+    folder = Path(kinds.__file__).parents[1]
+    names = [
+        name
+        for path in folder.rglob("*.py")
+        for name in re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", path.read_text())
+    ]
+    assert len(names) > 20
+    assert len(set(names)) == len(names)  # a profile names a kernel, not its file
+    assert not [name for name in names if kinds.kernel_kind(name) is None]
 
 
 def test_an_unknown_kernel_has_no_kind() -> None:

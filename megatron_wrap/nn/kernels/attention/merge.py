@@ -11,7 +11,7 @@ _BLOCK_ELEMENTS = 4096
 
 
 @triton.jit
-def _merge_kernel(
+def _merge_attention_kernel(
     output,
     total,
     other,
@@ -70,7 +70,7 @@ def merge_parts_(output: Tensor, total: Tensor, other: Tensor, other_total: Tens
     block_width = triton.next_power_of_2(width)
     block_rows = max(1, _BLOCK_ELEMENTS // block_width)
     strides = (*output.stride()[:3], *other.stride()[:3], *total.stride(), *other_total.stride())
-    _merge_kernel[(triton.cdiv(tokens * heads, block_rows), batch)](
+    _merge_attention_kernel[(triton.cdiv(tokens * heads, block_rows), batch)](
         *(output, total, other, other_total, heads, tokens * heads, width, *strides),
         block_rows=block_rows,
         block_width=block_width,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _balance_kernel(
+def _routing_balance_kernel(
     score_sums,
     counts,
     load,
@@ -53,7 +53,7 @@ def balance(
     """
     sequences, experts = score_sums.shape
     gradient = torch.empty_like(score_sums)
-    _balance_kernel[(1,)](
+    _routing_balance_kernel[(1,)](
         *(score_sums, counts, load, gradient, total, float(scale), float(coefficient), topk, sequences, experts),
         columns=triton.next_power_of_2(experts),
         num_warps=4,

@@ -100,7 +100,7 @@ def _store_sums(sums, part, parts: tl.constexpr, values, counted, experts, colum
 
 
 @triton.jit
-def _forward_kernel(
+def _routing_kernel(
     logits,
     bias,
     padding,
@@ -163,7 +163,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _routing_backward_kernel(
     logits,
     mask,
     padding,
@@ -260,7 +260,7 @@ class _Route(torch.autograd.Function):
                 **{"has_bias": bias is not None, "groups": selection.groups, "group_topk": selection.group_topk},
                 **{"score_experts": selection.group_score_experts, "counts": counts},
             }
-            _forward_kernel[grid](
+            _routing_kernel[grid](
                 *(logits, logits if bias is None else bias, *_positions(padding, logits)),
                 *(weights, mask, sums, *logits.shape),
                 **form,
@@ -288,7 +288,7 @@ class _Route(torch.autograd.Function):
             of_weights = torch.zeros_like(logits) if grads[0] is None else grads[0].contiguous()
             balances = grads[2] is not None
             of_sums = grads[2] if balances else of_weights
-            _backward_kernel[_grid(logits, ctx.sequences)](
+            _routing_backward_kernel[_grid(logits, ctx.sequences)](
                 *(logits, mask, *_positions(padding, logits), of_weights, of_sums, *of_sums.stride()),
                 *(grad_logits, *logits.shape),
                 **_form(ctx.selection, padding, balances),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _split_kernel(values, parts, columns, block: tl.constexpr):
+def _split_to_bf16_kernel(values, parts, columns, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < columns
@@ -26,5 +26,5 @@ def split(values: Tensor) -> Tensor:
     parts = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=values.device)
     if rows:
         block = triton.next_power_of_2(columns)
-        _split_kernel[(rows,)](values.contiguous(), parts, columns, block=block, num_warps=1)
+        _split_to_bf16_kernel[(rows,)](values.contiguous(), parts, columns, block=block, num_warps=1)
     return parts
