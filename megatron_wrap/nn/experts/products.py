@@ -17,8 +17,8 @@ from megatron_wrap.platform.megatron_core.first_gradients import takes_first
 
 ALIGNMENT_BYTES = 16
 """Of the rows of a matrix that torch's grouped product reads (aten/src/ATen/native/GroupedMMUtils.h)."""
-_TILE_ROWS = 128
-"""Rows of an expert that `expert_products` multiplies together."""
+_TILE_ROWS, _TILE_COLUMNS = 128, 256
+"""Of a tile of results that `expert_products` computes at once."""
 
 
 class RowEnds(NamedTuple):
@@ -110,7 +110,10 @@ def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def _fills_tiles(rows: Tensor, matrices: Tensor) -> bool:
     """Whether the kernel multiplies these, and its tiles are filled, on average: it is then faster than torch."""
-    if not rows.is_cuda or rows.dtype.itemsize != 2 or rows.shape[0] < _TILE_ROWS * matrices.shape[0]:
+    experts, *sizes = matrices.shape
+    if not rows.is_cuda or rows.dtype.itemsize != 2:
+        return False
+    if rows.shape[0] < _TILE_ROWS * experts or min(sizes) < _TILE_COLUMNS:  # such as an adapter's rank
         return False
     stored = matrices if matrices.is_contiguous() else matrices.transpose(1, 2)
     if not (rows.is_contiguous() and stored.is_contiguous()):
