@@ -1,7 +1,7 @@
 """Kernels of one GPU compared with their alternatives; prints a RESULT line for each, in milliseconds.
 
     python3 scripts/benchmark/layer_kernels.py [swiglu rotary latent-rotary normalized-rotary norm liger
-        weight-gradient embedding adam attention attention-shapes]
+        weight-gradient expert-products squares embedding adam attention attention-shapes]
 
 Times are medians of device events over fresh buffers; the bandwidth counts each input and output once.
 """
@@ -22,6 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_wrap.nn.kernels import rms_norm, rotary
 from megatron_wrap.nn.kernels.attention.latent_rotary import latent_rotary
 from megatron_wrap.nn.kernels.attention.normalized_rotary import HeadNorms, split_normalized_rotary
+from megatron_wrap.nn.kernels.expert_products import expert_products
+from megatron_wrap.nn.kernels.square_sums import square_sum
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
 
 DEVICE = torch.device("cuda")
@@ -395,6 +397,38 @@ def measure_attention_shapes() -> None:
             result("attention", f"{way}, first call at a new length", (time.perf_counter() - started) * 100)
 
 
+def measure_expert_products() -> None:
+    """Both products of Qwen3-30B-A3B's 128 experts with 131,072 rows, and the gradients of their rows."""
+    experts, count = 128, 131072
+    chosen = torch.randint(0, experts, (count,), device=DEVICE)
+    ends = torch.bincount(chosen, minlength=experts).cumsum(0).int()
+    for outputs, inputs in ((1536, 2048), (2048, 768)):
+        weight = torch.randn(experts, outputs, inputs, dtype=torch.bfloat16, device=DEVICE)
+        for name, matrices in (("forward", weight.transpose(1, 2)), ("rows' gradient", weight)):
+            rows = torch.randn(count, matrices.shape[1], dtype=torch.bfloat16, device=DEVICE)
+            ways = {
+                "torch": lambda r, m: F.grouped_mm(r, m, offs=ends),
+                "triton": lambda r, m: expert_products(r, m, ends),
+            }
+            for way, multiply in ways.items():
+                milliseconds = median_ms(lambda multiply=multiply, r=rows, m=matrices: multiply(r, m))
+                tflops = round(2 * count * outputs * inputs / milliseconds / 1e9)
+                shape = f"{matrices.shape[1]} to {matrices.shape[2]}"
+                result("expert products", f"{way}, {name}", milliseconds, shape=shape, tflops=tflops)
+
+
+def measure_squares() -> None:
+    """The sum of squares of the gradient of the first weight of 128 experts."""
+    gradient = torch.randn(128 * 1536 * 2048, device=DEVICE)
+    gb = gradient.numel() * 4 / 1e9
+    result("squares", "triton", median_ms(lambda: square_sum([gradient])), gb)
+    from transformer_engine.pytorch.optimizers import multi_tensor_applier, multi_tensor_l2norm
+
+    overflow = torch.zeros(1, dtype=torch.int, device=DEVICE)
+    norm = median_ms(lambda: multi_tensor_applier(multi_tensor_l2norm, overflow, [[gradient]], False))
+    result("squares", "transformer engine", norm, gb)
+
+
 PARTS = {
     "swiglu": measure_swiglu,
     "rotary": measure_rotary,
@@ -403,6 +437,8 @@ PARTS = {
     "norm": measure_norm,
     "liger": measure_liger,
     "weight-gradient": measure_weight_gradient,
+    "expert-products": measure_expert_products,
+    "squares": measure_squares,
     "embedding": measure_embedding,
     "adam": measure_adam,
     "attention": measure_attention,
