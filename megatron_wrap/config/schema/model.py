@@ -220,7 +220,7 @@ class ArchConfig:
     """Coefficient of the mean of these layers' losses, which are the metrics mtp_1_loss, mtp_2_loss, ...; 0: the layers
     are neither computed nor trained, and are saved and exported unchanged."""
     experts_impl: Literal["auto", "grouped_mm", "transformer_engine", "sequential"] = "auto"
-    """How the experts of a process are computed: in one grouped product of torch (also on CPUs), by Transformer Engine
+    """How the experts of a process are computed: in one grouped product (also on CPUs), by Transformer Engine
     (needed for FP8), or one after the other; auto: grouped_mm without FP8, from torch 2.11."""
     moe_grouped_gemm: bool | None = None
     """The older form of experts_impl: true is transformer_engine, false sequential; null: experts_impl decides."""
