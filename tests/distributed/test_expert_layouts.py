@@ -8,7 +8,7 @@ from typing import Any
 import _model_runs
 import numpy
 import pytest
-from _covering import covering, family_and_axes
+from _covering import covering, family_and_axes, quick
 
 ARCH = "megatron_lm.model.arch."
 PARALLEL = "megatron_lm.model.parallel."
@@ -172,6 +172,28 @@ def test_an_moe_model_trains_like_one_rank(model: str, case: str, one_rank, rank
     overrides = arch(MODELS[model])
     cut = () if "dp4" in case or "vpp" in case else ("megatron_lm.train.common.micro_batch_size=2",)
     assert_like_one_rank(ranks, one_rank(*overrides), case, tmp_path, (*overrides, *cut))
+
+
+SAME_EXPERTS = ("dp1", "dp1-packed", "dp2-ep2", "tp2-ep2-etp1", "dp2-tp2-ep2", "pp2", "cp2", "cp2-ep2-packed")
+
+
+@pytest.mark.parametrize("case", quick(SAME_EXPERTS, ("dp1-packed", "tp2-ep2-etp1")))
+def test_grouped_experts_equal_sequential_ones(case: str, ranks, tmp_path):
+    """Each on the same layout, against Megatron-Core's experts and its dispatcher."""
+    processes, of_layout = layout(case.removesuffix("-packed"))
+    common = ("megatron_lm.train.common.micro_batch_size=2",)
+    packed = ("megatron_wrap.flow.packing=true",) if case.endswith("packed") else ()
+    overrides = (*STEPS_OF_RUN, *arch(MODELS["qwen2-moe"]), *common, *packed, *of_layout)
+    sequential, grouped = (
+        ranks(processes).run(_model_runs.train, (*overrides, f"{ARCH}experts_impl={kind}"), str(tmp_path), False, 1)[0]
+        for kind in ("sequential", "grouped_mm")
+    )
+    assert grouped["initial"] == sequential["initial"]
+    numpy.testing.assert_allclose(grouped["losses"], sequential["losses"], rtol=1e-6)
+    assert grouped["gradients"].keys() == sequential["gradients"].keys()
+    for name, gradient in sequential["gradients"].items():
+        difference = numpy.linalg.norm(grouped["gradients"][name] - gradient)
+        assert difference <= 1e-6 * numpy.linalg.norm(gradient), name
 
 
 @pytest.mark.parametrize(
