@@ -28,7 +28,7 @@ def _small_chunks() -> Iterator[Any]:
 
     with (
         mock.patch.object(chunks, "MIN_CHUNK_TOKENS", 13),
-        mock.patch.object(chunks, "CHUNK_BYTES", 1),
+        mock.patch.object(chunks, "chunk_bytes", return_value=1),
         mock.patch.object(chunks, "_recomputed", wraps=chunks._recomputed) as recomputed,
         mock.patch.object(deferred_logits.DeferredLogits, "_warn") as stored,
     ):
