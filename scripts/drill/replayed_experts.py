@@ -27,7 +27,8 @@ ROUTED_EXPERTS = "routed_experts"
 BOUND, BOUND_OF_MEANS, MEAN_OF = 1e-4, 0.01, 10
 EXPERTS, REPLAY = "megatron_lm.model.arch.experts_impl=", "megatron_lm.train.common.router_replay="
 SETTINGS = (
-    "megatron_lm.train.common.global_batch_size=4",
+    "megatron_lm.train.common.global_batch_size=2",
+    "megatron_lm.train.common.micro_batch_size=2",
     "megatron_lm.train.common.seq_length=64",
     "megatron_lm.train.learning-rate.lr=3e-4",
     "megatron_lm.model.parallel.expert_model_parallel_size=1",
