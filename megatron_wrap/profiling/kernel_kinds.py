@@ -24,7 +24,7 @@ _KERNELS = _rules(
     # linear attention of flash-linear-attention, and its convolution here
     (
         ATTENTION,
-        r"delta_rule|chunk_(fwd|bwd)_kernel|_wy_repr_|recompute_w_u|chunk_local_cumsum|causal_conv1d|_convolution_",
+        r"delta_rule|chunk_(fwd|bwd)_kernel|_wy_repr_|recompute_w_u|chunk_local_cumsum|causal_conv1d|short_convolution",
     ),
     (MATMUL, r"nvjet|gemm|gemv|cutlass|xmma|cublas|split_?k|tensorop|wgmma|matmul|expert_products|weight_gradients"),
     (OPTIMIZER, r"multi_tensor|adam|fusedoptimizer|muon|square_sums"),

@@ -40,7 +40,7 @@ SETTINGS = (
 )
 
 
-def train(config: str, overrides: list[str], steps: int, routing: list[list[Any]] | None = None) -> list[float]:
+def train(config: str, overrides: list[str], steps: int, routing: list[list[Any]] | None) -> list[float]:
     """The loss of each step.
 
     Args:
@@ -75,7 +75,7 @@ def largest_difference_of_means(losses: list[float], others: list[float]) -> flo
 
 
 def main() -> int:
-    """Train both, compare."""
+    """Train all three, compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("config", nargs="?", default=CONFIG)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")

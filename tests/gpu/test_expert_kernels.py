@@ -210,7 +210,7 @@ def test_weight_gradients_are_added_without_rounding(monkeypatch, loads_tiles, c
     assert torch.equal(written, added)
 
 
-@pytest.mark.parametrize("counts", [[5, 0, 700, 64, 1], [5, 0, 70, 64, 1]], ids=["kernel", "torch"])
+@pytest.mark.parametrize("counts", [[5, 0, 700, 64, 1], [5, 0, 70, 64, 1]], ids=["many rows", "few rows"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1536, 2048), (1528, 1048), (100, 70), (101, 71)])
 def test_grouped_products_against_float64(outputs, inputs, counts):
     ends = torch.tensor(counts, device="cuda").cumsum(0).int()

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_wrap.nn.kernels.available import can_load_tiles, has_triton
+from megatron_wrap.nn.kernels.available import fills_expert_tiles, has_triton
 from megatron_wrap.platform.megatron_core.added_gradients import placeholder
 from megatron_wrap.platform.megatron_core.first_gradients import takes_first
 
 ALIGNMENT_BYTES = 16
 """Of the rows of a matrix that torch's grouped product reads (aten/src/ATen/native/GroupedMMUtils.h)."""
-_TILE_ROWS, _TILE_COLUMNS = 128, 256
-"""Of a tile of results that `expert_products` computes at once."""
 
 
 class RowEnds(NamedTuple):
@@ -101,24 +99,11 @@ def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if _padding(rows.shape[1], rows.dtype) or _padding(width, rows.dtype):
         rows, matrices = _aligned(rows, 1), _aligned(_aligned(matrices, 1), 2).contiguous()
         return functional.grouped_mm(rows, matrices, offs=ends)[:, :width].contiguous()
-    if _fills_tiles(rows, matrices):
+    if fills_expert_tiles(rows, matrices):
         from megatron_wrap.nn.kernels.expert_products import expert_products
 
         return expert_products(rows, matrices, ends)
     return functional.grouped_mm(rows, matrices, offs=ends)
-
-
-def _fills_tiles(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether the kernel multiplies these, and its tiles are filled, on average: it is then faster than torch."""
-    experts, *sizes = matrices.shape
-    if not rows.is_cuda or rows.dtype.itemsize != 2:
-        return False
-    if rows.shape[0] < _TILE_ROWS * experts or min(sizes) < _TILE_COLUMNS:  # such as an adapter's rank
-        return False
-    stored = matrices if matrices.is_contiguous() else matrices.transpose(1, 2)
-    if not (rows.is_contiguous() and stored.is_contiguous()):
-        return False
-    return can_load_tiles(rows) and can_load_tiles(stored.flatten(0, 1))
 
 
 def _weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor, weight: Any, accumulate: bool) -> Tensor | None:

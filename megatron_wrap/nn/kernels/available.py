@@ -20,6 +20,9 @@ MAX_NORM_COLUMNS = 16384
 TILE_ALIGNMENT_BYTES = 16
 """Of each row of a matrix of which tiles are loaded by descriptors (CUDA driver API, cuTensorMapEncodeTiled)."""
 
+EXPERT_TILE_ROWS, EXPERT_TILE_COLUMNS = 128, 256
+"""Of the results that a program of `expert_products` computes at once."""
+
 
 @functools.cache
 def has_triton() -> bool:
@@ -72,6 +75,25 @@ def can_load_tiles(matrix: Tensor) -> bool:
     row_bytes = matrix.shape[1] * matrix.dtype.itemsize
     aligned = matrix.data_ptr() % TILE_ALIGNMENT_BYTES == 0 and row_bytes % TILE_ALIGNMENT_BYTES == 0
     return matrix.numel() > 0 and aligned and _loads_tiles(matrix.device)
+
+
+def fills_expert_tiles(rows: Tensor, matrices: Tensor) -> bool:
+    """Whether `expert_products` multiplies these on this machine and most of its tiles are full: it is then faster than
+    torch's grouped product.
+
+    Args:
+        rows: [R, K].
+        matrices: [E, K, N], of each expert.
+    """
+    experts, *sizes = matrices.shape
+    if not rows.is_cuda or rows.dtype.itemsize != 2:
+        return False
+    if rows.shape[0] < EXPERT_TILE_ROWS * experts or min(sizes) < EXPERT_TILE_COLUMNS:  # such as an adapter's rank
+        return False
+    stored = matrices if matrices.is_contiguous() else matrices.transpose(1, 2)
+    if not (rows.is_contiguous() and stored.is_contiguous()):
+        return False
+    return can_load_tiles(rows) and can_load_tiles(stored.flatten(0, 1))
 
 
 def layer_kernels(device: torch.device, training: bool = True) -> LayerKernels:

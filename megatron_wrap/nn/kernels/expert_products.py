@@ -1,5 +1,4 @@
-"""Products of the rows of all experts of a process in Triton. Import it only where Triton is installed and the GPU
-loads tiles by descriptors (`available.can_load_tiles`).
+"""Products of the rows of all experts of a process in Triton. Import it only where `available.fills_expert_tiles`.
 
 A program for each multiprocessor computes tiles one after another, those of the same rows side by side. Loads of the
 next tile are started before a tile is written. Rows of a tile that belong to the next expert are read as zeros and not
@@ -15,7 +14,9 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged, store_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_ROWS, _OUT, _IN = 128, 256, 64
+from megatron_wrap.nn.kernels.available import EXPERT_TILE_COLUMNS, EXPERT_TILE_ROWS
+
+_IN = 64
 
 
 @triton.jit
@@ -74,19 +75,19 @@ def expert_products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     results = rows.new_empty(rows.shape[0], outputs)
     transposed = not matrices.is_contiguous()
     stored = matrices.transpose(1, 2) if transposed else matrices
-    block = [1, _OUT, _IN] if transposed else [1, _IN, _OUT]
-    tiles = (triton.cdiv(rows.shape[0], _ROWS) + experts) * triton.cdiv(outputs, _OUT)
+    block = [1, EXPERT_TILE_COLUMNS, _IN] if transposed else [1, _IN, EXPERT_TILE_COLUMNS]
+    tiles = (triton.cdiv(rows.shape[0], EXPERT_TILE_ROWS) + experts) * triton.cdiv(outputs, EXPERT_TILE_COLUMNS)
     programs = min(tiles, torch.cuda.get_device_properties(rows.device).multi_processor_count)
     _expert_products_kernel[(programs,)](
-        create_ragged_descriptor(rows, [_ROWS, _IN]),
+        create_ragged_descriptor(rows, [EXPERT_TILE_ROWS, _IN]),
         TensorDescriptor(stored, list(stored.shape), list(stored.stride()), block),
         ends,
-        create_ragged_descriptor(results, [_ROWS, _OUT // 2]),
+        create_ragged_descriptor(results, [EXPERT_TILE_ROWS, EXPERT_TILE_COLUMNS // 2]),
         *(experts, inputs, outputs),
         block_experts=triton.next_power_of_2(experts),
-        block_rows=_ROWS,
+        block_rows=EXPERT_TILE_ROWS,
         block_in=_IN,
-        block_out=_OUT,
+        block_out=EXPERT_TILE_COLUMNS,
         transposed=transposed,
         num_warps=8,
         num_stages=3,
