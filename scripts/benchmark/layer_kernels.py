@@ -32,17 +32,29 @@ TOKENS, HIDDEN, FFN = 16384, 2048, 8192
 
 def median_ms(function: Callable[[], Any], repeats: int = 15) -> float:
     """Median device time of a call."""
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[repeats // 2]
+    return medians_in_turn({"": function}, repeats)[""]
+
+
+def medians_in_turn(
+    ways: dict[str, Callable[[], Any]], repeats: int = 15, between: Callable[[], Any] = lambda: None
+) -> dict[str, float]:
+    """Median device time of a call of each way, one after the other in each repeat.
+
+    Args:
+        between: other work of the device before each call. Large products one after the other take as much power as
+            the GPU may, and its clock falls; in a step other kernels run between them.
+    """
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(repeats + 3):
+        for way, function in ways.items():
+            between()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            times[way].append(start.elapsed_time(end))
+    return {way: sorted(measured[3:])[repeats // 2] for way, measured in times.items()}
 
 
 def result(name: str, way: str, milliseconds: float, gigabytes: float | None = None, **more: Any) -> None:
@@ -398,23 +410,30 @@ def measure_attention_shapes() -> None:
 
 
 def measure_expert_products() -> None:
-    """Both products of Qwen3-30B-A3B's 128 experts with 131,072 rows, and the gradients of their rows."""
+    """Both products of Qwen3-30B-A3B's 128 experts with 131,072 rows, and the gradients of their rows: torch's and
+    Triton's in turn, one after the other and with kernels between that are limited by memory."""
     experts, count = 128, 131072
     chosen = torch.randint(0, experts, (count,), device=DEVICE)
     ends = torch.bincount(chosen, minlength=experts).cumsum(0).int()
+    buffer = torch.randn(64 * 2**20, device=DEVICE)
+
+    def scale() -> None:
+        for _ in range(6):
+            buffer.mul_(1.0)
+
     for outputs, inputs in ((1536, 2048), (2048, 768)):
         weight = torch.randn(experts, outputs, inputs, dtype=torch.bfloat16, device=DEVICE)
         for name, matrices in (("forward", weight.transpose(1, 2)), ("rows' gradient", weight)):
             rows = torch.randn(count, matrices.shape[1], dtype=torch.bfloat16, device=DEVICE)
             ways = {
-                "torch": lambda r, m: F.grouped_mm(r, m, offs=ends),
-                "triton": lambda r, m: expert_products(r, m, ends),
+                "torch": lambda r=rows, m=matrices: F.grouped_mm(r, m, offs=ends),
+                "triton": lambda r=rows, m=matrices: expert_products(r, m, ends),
             }
-            for way, multiply in ways.items():
-                milliseconds = median_ms(lambda multiply=multiply, r=rows, m=matrices: multiply(r, m))
-                tflops = round(2 * count * outputs * inputs / milliseconds / 1e9)
-                shape = f"{matrices.shape[1]} to {matrices.shape[2]}"
-                result("expert products", f"{way}, {name}", milliseconds, shape=shape, tflops=tflops)
+            shape = f"{matrices.shape[1]} to {matrices.shape[2]}"
+            for where, between in (("one after the other", lambda: None), ("with others between", scale)):
+                for way, milliseconds in medians_in_turn(ways, between=between).items():
+                    tflops = round(2 * count * outputs * inputs / milliseconds / 1e9)
+                    result("expert products", f"{way}, {name}, {where}", milliseconds, shape=shape, tflops=tflops)
 
 
 def measure_squares() -> None:

@@ -1,6 +1,7 @@
 """The exchanges of torch's attention on two GPUs: the gradients of the ring are those of one GPU in fp32, and in bf16,
-with the kernels of GPUs, as near to them as with gathered keys and values. Copy engines send what NCCL sends, also in
-CUDA graphs. Skipped without two GPUs."""
+with the kernels of GPUs, as near to them as with gathered keys and values. So is Transformer Engine's attention with
+windows and sinks, which exchanges heads. Copy engines send what NCCL sends, also in CUDA graphs. Skipped without two
+GPUs."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import torch
 if torch.cuda.device_count() < 2:
     pytest.skip("needs 2 GPUs", allow_module_level=True)
 
+import _implementations
 import _packing_runs
 
 CONFIG = Path(__file__).parents[1] / "distributed/layouts.yaml"
@@ -74,6 +76,25 @@ def test_a_ring_has_the_gradients_of_one_gpu(lengths, softmax, ranks):
     ring, gathered = difference(of_ring, exact), difference(of_gathering, exact)
     print(f"{sum(lengths)} tokens, {softmax}: bf16 p2p {ring:.5f}, all_gather {gathered:.5f} from fp32")
     assert ring <= 1.5 * gathered
+
+
+@pytest.mark.skipif(not _implementations.HAS_TE, reason="Transformer Engine is not installed")
+@pytest.mark.parametrize("options", [("window_size=[255,0]",), ("softmax_type=learnable",)], ids=["window", "sinks"])
+def test_transformer_engine_exchanges_heads_of_windows_and_sinks(options, ranks):
+    """As near to fp32 of one GPU as torch's attention with gathered keys and values."""
+    arch = [ARCH + option for option in options]
+
+    def gradients(processes: int, *more: str) -> list[tuple[dict[str, torch.Tensor], dict[str, int]]]:
+        overrides = settings(2048, *arch, *more)
+        return ranks(processes).run(_packing_runs.gradients, str(CONFIG), overrides, samples([2048] * 8))
+
+    exact = gradients(1)[0][0]
+    of_gathering = gradients(2, BF16, *shared("all_gather"))[0][0]
+    results = gradients(2, BF16, *shared("a2a"), f"{ARCH}transformer_impl=transformer_engine")
+    assert all(any(kernel.startswith("fused") for kernel in counts) for _, counts in results), results[0][1]
+    exchanged, gathered = difference(results[0][0], exact), difference(of_gathering, exact)
+    print(f"{options}: bf16 a2a of Transformer Engine {exchanged:.5f}, all_gather of torch {gathered:.5f} from fp32")
+    assert exchanged <= 1.5 * gathered
 
 
 LAYERS, STEPS = 3, 4

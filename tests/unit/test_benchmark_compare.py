@@ -170,6 +170,8 @@ def test_the_table_and_the_chart(tmp_path: Path) -> None:
     assert "ours-x over ours: 0.5000" in markdown(variant)
     del programs["ours"]  # --only-variants
     assert "| ours-x | 52 | 0.520 | 52 |" in markdown(variant)
+    del programs["bare"]  # --against ""
+    assert "| tokens/s per device | over |" in markdown(variant)
     assert draw(_report(104.0), tmp_path / "chart.png") is None
     pixels = Image.open(tmp_path / "chart.png").convert("RGB")
     widths = [

@@ -92,8 +92,9 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 def _table(programs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     reference, relative = reference_of(programs), ratios(programs)
+    over_reference = f"over {reference}" if reference else "over"
     lines = [
-        f"| program | tokens/s per device | over {reference} | model TFLOP/s | step, s (rounds) | peak memory, GiB | "
+        f"| program | tokens/s per device | {over_reference} | model TFLOP/s | step, s (rounds) | peak memory, GiB | "
         "loss, first to last step | with |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
