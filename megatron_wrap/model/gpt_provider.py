@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -114,7 +115,8 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
         arguments["num_experts"] = arch.num_experts
         arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
     core_attention: Any = TorchCoreAttention
-    if request.transformer_engine and can_use_attention_of_transformer_engine(request.config):
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if request.transformer_engine and can_use_attention_of_transformer_engine(request.config, deterministic):
         from megatron_wrap.nn.packed_transformer_engine import PackedDotProductAttention as core_attention
     if changed := _changed_scores(arch):
         core_attention = ModuleSpec(module=TorchCoreAttention, params=changed)

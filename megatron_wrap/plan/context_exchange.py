@@ -57,10 +57,16 @@ def exchange_choice(config: RunConfig, transformer_engine: bool, saved: str | No
     return _of_torch(config)
 
 
-def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
+def can_use_attention_of_transformer_engine(config: RunConfig, deterministic: bool = False) -> bool:
     """Whether a backend of Transformer Engine supports the attention (dot_product_attention/utils.py,
     get_attention_backend): sinks not in packed rows before cuDNN 9.18; with context parallelism not fp32, and sliding
-    windows and sinks only by all-to-all exchange of heads (`cp_comm_type: a2a`), not of packed rows."""
+    windows and sinks only by all-to-all exchange of heads (`cp_comm_type: a2a`), not of packed rows. Latent
+    attention only by `p2p` (context_parallel.py, attn_forward_func_with_cp, in 2.11). Heads are exchanged if
+    there is an even number of key heads, some for each process, and with sinks by a kernel that is not deterministic.
+
+    Args:
+        deterministic: whether it has to use deterministic kernels (`torch.are_deterministic_algorithms_enabled`).
+    """
     arch = config.arch
     if arch.query_scaling_beta is not None or arch.attn_logit_softcapping is not None:
         return False  # it takes neither positions nor a cap
@@ -68,9 +74,21 @@ def can_use_attention_of_transformer_engine(config: RunConfig) -> bool:
         return False
     if config.parallel.context_parallel_size == 1:
         return True
-    by_heads = config.parallel.cp_comm_type == "a2a" and not config.flow.packing
-    half_precision = config.dtype.bf16 or config.dtype.fp16
-    return half_precision and (by_heads or not _only_by_heads(config))
+    if not (config.dtype.bf16 or config.dtype.fp16):
+        return False
+    if arch.multi_latent_attention and config.parallel.cp_comm_type not in (None, "p2p"):
+        return False
+    if config.parallel.cp_comm_type != "a2a":
+        return not _only_by_heads(config)
+    if not _divides_key_heads(config) or (config.flow.packing and _only_by_heads(config)):
+        return False
+    return arch.softmax_type == "vanilla" or not deterministic
+
+
+def _divides_key_heads(config: RunConfig) -> bool:
+    """Whether Transformer Engine's attention can exchange heads."""
+    groups = derived.attention_heads_of_process(config)[1]
+    return groups % config.parallel.context_parallel_size == 0 and groups % 2 == 0
 
 
 def exchanged_bytes(config: RunConfig, transformer_engine: bool) -> dict[str, int]:
@@ -117,13 +135,13 @@ def _of_torch(config: RunConfig) -> Choice:
 
 
 def _of_transformer_engine(config: RunConfig) -> Choice:
-    """Of p2p and a2a, for which its attention needs a key head for each process."""
-    groups = derived.attention_heads_of_process(config)[1]
-    if config.flow.packing:
-        return Choice(EXCHANGE_KEY, "p2p", "Transformer Engine exchanges no heads of packed rows")
+    """Of p2p and a2a."""
+    if config.flow.packing or config.arch.multi_latent_attention:
+        kind = "packed rows" if config.flow.packing else "latent attention"
+        return Choice(EXCHANGE_KEY, "p2p", f"Transformer Engine exchanges no heads of {kind}")
     sent = exchanged_bytes(config, transformer_engine=True)
     del sent["all_gather"]
-    if groups % config.parallel.context_parallel_size:
+    if not _divides_key_heads(config):
         sent.pop("a2a", None)
     return _hidden_ring(config) or _fewest(sent, config)
 

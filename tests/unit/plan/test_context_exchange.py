@@ -24,6 +24,8 @@ WINDOW, SINKS, EXACT = (
     f"{ARCH}{text}" for text in ("window_size=[7,0]", "softmax_type=learnable", "attention_dropout=0")
 )
 
+LATENT = f"{ARCH}multi_latent_attention=true"
+
 
 def heads(count: int, groups: int, seq_length: int = 1024) -> tuple[str, ...]:
     return (
@@ -44,10 +46,23 @@ def heads(count: int, groups: int, seq_length: int = 1024) -> tuple[str, ...]:
         ((BF16, CP2, SINKS), False),
         ((BF16, CP2, WINDOW, SINKS, BY_HEADS), True),
         ((BF16, CP2, WINDOW, PACKED, BY_HEADS), False),
+        ((BF16, CP4, *heads(8, 4), BY_HEADS), True),
+        ((BF16, CP4, *heads(8, 2), BY_HEADS), False),  # each key head is sent to two processes
+        ((BF16, CP2, LATENT, BY_HEADS), False),
+        ((BF16, CP2, LATENT, f"{PARALLEL}cp_comm_type=all_gather"), False),
+        ((BF16, CP2, LATENT, f"{PARALLEL}cp_comm_type=p2p"), True),
     ],
 )
 def test_windows_and_sinks_with_context_parallelism_and_packed_rows(overrides: tuple[str, ...], expected: bool) -> None:
     assert can_use_attention_of_transformer_engine(load_run_config(RUN, overrides)) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"), [((SINKS, BY_HEADS), False), ((WINDOW, BY_HEADS), True), ((), True)]
+)
+def test_sinks_with_deterministic_kernels(overrides: tuple[str, ...], expected: bool) -> None:
+    config = load_run_config(RUN, (BF16, CP2, *overrides))
+    assert can_use_attention_of_transformer_engine(config, deterministic=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,6 +88,7 @@ def test_windows_and_sinks_with_context_parallelism_and_packed_rows(overrides: t
         (True, (BF16, CP4, *heads(8, 8, 16_384)), "p2p"),  # attention hides the ring
         (True, (BF16, CP4, *heads(8, 8), PACKED), "p2p"),
         (True, (BF16, CP4, *heads(8, 8), WINDOW), "all_gather"),
+        (True, (BF16, CP4, *heads(8, 8), LATENT), "p2p"),
         (True, (FP32, CP4, *heads(8, 8)), "a2a"),  # torch's attention
     ],
 )
