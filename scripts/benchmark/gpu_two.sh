@@ -3,7 +3,8 @@
 # pipeline parallelism, of experts under expert parallelism, of 8B layers and in FP8; times of pipeline stages, profiles.
 #   bash scripts/benchmark/gpu_two.sh [1b|tiny]      (tiny: the same commands on two CPU processes)
 # The most important first, in at most LIMIT seconds (default 540; tiny 3,600); PARTS="tp cp-8192" measures these alone,
-# and LIST=second a shorter list in 400 s: contexts, experts, a profile of tensor parallelism, and one of each other kind.
+# LIST=second a shorter list in 400 s: contexts, experts, a profile of tensor parallelism, and one of each other kind, and
+# LIST=experts both kinds of experts with profiles, in 300 s.
 # One start of the processes measures all, see `compare.py --tasks`. Lines are printed as they come and kept in
 # $OUT/results.txt (default outputs/gpu-two), with the report, the profiles and the ends of the logs.
 set -u
@@ -91,11 +92,8 @@ everything() {
     task cp-$length-exchanges "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${many[@]}" "${alone[@]}" --only-variants \
       "${variants[@]}"
   done
-  # Experts: forced balance; the profile has exposed communication and idle time
-  task ep-one $experts --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
-  bare "$fused$permuted,overlapped communication"
-  task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled" \
-    --variant "ours-eager: $eager" --variant "ours-te: $engine"
+  # Experts, forced balance
+  of_experts "" $experts --variant "ours-eager: $eager" --variant "ours-te: $engine"
   task ep-micro-2 $experts $arch.num_layers=$layers $ep=2 $step=16 $micro=2 "${flags[@]}" "${slow[@]}" \
     --variant "ours-profile: $profiled"
   # Small and large micro-batches
@@ -121,10 +119,7 @@ everything() {
       --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1" \
       --variant "ours-experts: $mixture"
   fi
-  task ep-shared-one $shared --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
-  bare "$fused$permuted,overlapped communication"
-  task ep-shared $shared $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" \
-    --variant "ours-profile: $profiled" --variant "ours-eager: $eager"
+  of_experts -shared $shared --variant "ours-eager: $eager"
 }
 
 second() {
@@ -153,13 +148,21 @@ second() {
   task fp8-pp $dense $step=32 $micro=4 $pp=2 $fp8 "${alone[@]}"
   [ "$size" = tiny ] || task stages $dense $step=16 $micro=4 $pp=2 $even "${alone[@]}" --only-variants \
     --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1"
-  task ep-one $experts --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
+  of_experts "" $experts
+}
+
+of_experts() {  # -KIND PRESET: one GPU, and two beside the bare loop; the profile has exposed communication and idle time
+  task ep$1-one $2 --devices 1 $arch.num_layers=$one_layers $step=8 "${alone[@]}"
   bare "$fused$permuted,overlapped communication"
-  task ep $experts $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled"
+  task ep$1 $2 $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled" "${@:3}"
 }
 
 counts=(--warmup 1 --steps 4)
-if [ "${LIST:-}" = second ]; then counts=(--warmup 2 --steps 3); second; else everything; fi
+case ${LIST:-} in
+  second) counts=(--warmup 2 --steps 3); second ;;
+  experts) of_experts "" $experts; of_experts -shared $shared ;;
+  *) everything ;;
+esac
 "${PYTHON:-python3}" scripts/benchmark/compare.py --tasks "$file" "${platform[@]}" --devices 2 --rounds 1 "${counts[@]}" \
   --timeout "$seconds" --limit "$((limit - SECONDS))" --output "$work" 2>&1 | tee -a "$kept/results.txt"
 code=${PIPESTATUS[0]}
