@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -15,14 +14,18 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from comparison.task import Task
 from comparison.worker import MARK
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
+from megatron_wrap.parallel.loopback import ADDRESS, loopback_store
 from megatron_wrap.platform.base.machine import this_machine
 
 _START_SECONDS = 300
@@ -51,6 +54,7 @@ class Workers:
     def __init__(self, name: str, launch: Launch, world_size: int, platform: str, logs: Path) -> None:
         self._answers: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         self._processes: list[subprocess.Popen[str]] = []
+        self._stores: list[TCPStore] = []
         self._is_ready = self.have_run = False
         self.queues: str | None = None
         """`CUDA_DEVICE_MAX_CONNECTIONS` of their first run; None: the environment's."""
@@ -81,9 +85,16 @@ class Workers:
         """The answers of all processes by rank, or why there are none. Where the task needs fewer processes than there
         are, several replicas of the program train it side by side, each by itself."""
         size, self.have_run, self.queues = task.world_size, True, queues
-        ports = [_free_port() for _ in range(len(self._processes) // size)]
+        # this process serves the stores: a port that is chosen first and listened on later can be taken in between
+        stores = [loopback_store(timedelta(seconds=seconds)) for _ in range(len(self._processes) // size)]
+        self._stores += stores
         for index, process in enumerate(self._processes):
-            order = {"task": task.as_json(), "options": options, "port": ports[index // size], "rank": index % size}
+            order = {
+                "task": task.as_json(),
+                "options": options,
+                "port": stores[index // size].port,
+                "rank": index % size,
+            }
             order["queues"] = queues
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # its listener has reported the end
@@ -251,7 +262,8 @@ def _environment(tree: Path, rank: int, world_size: int, platform: str) -> dict[
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": ADDRESS,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
     return environment
@@ -265,9 +277,3 @@ def _listen(lines: Any, log: Any, rank: int, answers: queue.Queue[tuple[int, dic
             log.write(line)
             log.flush()
     answers.put((rank, None))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
