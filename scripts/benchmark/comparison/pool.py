@@ -250,6 +250,8 @@ def _environment(tree: Path, rank: int, world_size: int, platform: str) -> dict[
         ),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "MASTER_ADDR": ADDRESS,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # of this process: ranks connect to it, and none listens itself
     }
     if platform == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -262,8 +264,6 @@ def _environment(tree: Path, rank: int, world_size: int, platform: str) -> dict[
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": ADDRESS,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
     return environment

@@ -45,7 +45,7 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
 def _start(task: Task) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
     cuda = task.platform == "cuda"
     if cuda:
