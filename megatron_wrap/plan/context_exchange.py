@@ -61,8 +61,8 @@ def can_use_attention_of_transformer_engine(config: RunConfig, deterministic: bo
     """Whether a backend of Transformer Engine supports the attention (dot_product_attention/utils.py,
     get_attention_backend): sinks not in packed rows before cuDNN 9.18; with context parallelism not fp32, and sliding
     windows and sinks only by all-to-all exchange of heads (`cp_comm_type: a2a`), not of packed rows. Latent
-    attention only by `p2p` (context_parallel.py, attn_forward_func_with_cp, in 2.11). Heads are exchanged if
-    there is an even number of key heads, some for each process, and with sinks by a kernel that is not deterministic.
+    attention exchanges by `p2p` only (context_parallel.py, attn_forward_func_with_cp, in 2.11). `a2a` needs an even
+    number of key heads that the context-parallel size divides, and with sinks a kernel that is not deterministic.
 
     Args:
         deterministic: whether it has to use deterministic kernels (`torch.are_deterministic_algorithms_enabled`).
@@ -86,7 +86,7 @@ def can_use_attention_of_transformer_engine(config: RunConfig, deterministic: bo
 
 
 def _divides_key_heads(config: RunConfig) -> bool:
-    """Whether Transformer Engine's attention can exchange heads."""
+    """Whether Transformer Engine's attention can give each process an equal share of the key heads."""
     groups = derived.attention_heads_of_process(config)[1]
     return groups % config.parallel.context_parallel_size == 0 and groups % 2 == 0
 

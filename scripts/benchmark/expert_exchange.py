@@ -24,8 +24,8 @@ import torch.distributed
 from torch import Tensor
 
 REPEATS = 20
-# About 5 ms at 1.7 GHz: what the device still has to do when an exchange is called.
 QUEUED_CYCLES = 8_500_000
+"""What the device still has to do when an exchange is called: about 5 ms at 1.7 GHz."""
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(number: int, hidden: int, device: torch.device) -> None:
-    """Measure each way with ``number`` rows of ``hidden`` bfloat16 numbers of each process."""
+    """Measure each way with `number` rows of `hidden` bfloat16 numbers of each process."""
     rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
     generator = torch.Generator(device).manual_seed(rank)
     rows = torch.randn(number, hidden, dtype=torch.bfloat16, device=device, generator=generator)
@@ -122,7 +122,7 @@ def report(way: str, function: Callable[[], object], number: int) -> None:
 
 def milliseconds(function: Callable[[], object], queued: int) -> tuple[float, float]:
     """The milliseconds until the call returns, and until the device has done its work, all processes beginning
-    together with ``queued`` cycles of other work on the device."""
+    together with `queued` cycles of other work on the device."""
     torch.distributed.barrier()
     torch.cuda.synchronize()
     if queued:

@@ -99,15 +99,15 @@ def test_transformer_engine_exchanges_heads_of_windows_and_sinks(options, ranks)
         overrides = settings(2048, *(ARCH + option for option in options), *more)
         return ranks(processes).run(function, str(CONFIG), overrides, samples([2048] * 8))
 
-    def of_processes(function: Any, *more: str) -> tuple[float, set[str]]:
+    def of_processes(function: Any, exchange: str, *more: str) -> tuple[float, set[str]]:
         """The difference from fp32 of one GPU, and the kernels that were called."""
-        exact = gradients(_packing_runs.gradients, 1, *more[2:])[0][0]
-        result, counts = gradients(function, 2, BF16, *more)[0]
+        exact = gradients(_packing_runs.gradients, 1, *more)[0][0]
+        result, counts = gradients(function, 2, BF16, *shared(exchange), *more)[0]
         return difference(result, exact), set(counts)
 
-    gathered, _ = of_processes(_packing_runs.gradients, *shared("all_gather"))
+    gathered, _ = of_processes(_packing_runs.gradients, "all_gather")
     for function in (gradients_by_any_kernel, _packing_runs.gradients):
-        exchanged, kernels = of_processes(function, *shared("a2a"), engine)
+        exchanged, kernels = of_processes(function, "a2a", engine)
         print(f"{options}: a2a {exchanged:.5f} ({kernels or 'of torch'}), all_gather of torch {gathered:.5f} from fp32")
         with_fused_attention = function is gradients_by_any_kernel or "softmax_type=learnable" not in options
         assert any(kernel.startswith("fused") for kernel in kernels) == with_fused_attention, kernels

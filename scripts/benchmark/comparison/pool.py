@@ -54,7 +54,7 @@ class Workers:
     def __init__(self, name: str, launch: Launch, world_size: int, platform: str, logs: Path) -> None:
         self._answers: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         self._processes: list[subprocess.Popen[str]] = []
-        self._stores: list[TCPStore] = []
+        self._stores: list[TCPStore] = []  # served as long as the processes may use them
         self._is_ready = self.have_run = False
         self.queues: str | None = None
         """`CUDA_DEVICE_MAX_CONNECTIONS` of their first run; None: the environment's."""

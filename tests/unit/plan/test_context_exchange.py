@@ -23,7 +23,6 @@ BY_HEADS = f"{PARALLEL}cp_comm_type=a2a"
 WINDOW, SINKS, EXACT = (
     f"{ARCH}{text}" for text in ("window_size=[7,0]", "softmax_type=learnable", "attention_dropout=0")
 )
-
 LATENT = f"{ARCH}multi_latent_attention=true"
 
 
@@ -53,7 +52,7 @@ def heads(count: int, groups: int, seq_length: int = 1024) -> tuple[str, ...]:
         ((BF16, CP2, LATENT, f"{PARALLEL}cp_comm_type=p2p"), True),
     ],
 )
-def test_windows_and_sinks_with_context_parallelism_and_packed_rows(overrides: tuple[str, ...], expected: bool) -> None:
+def test_what_the_attention_of_transformer_engine_supports(overrides: tuple[str, ...], expected: bool) -> None:
     assert can_use_attention_of_transformer_engine(load_run_config(RUN, overrides)) == expected
 
 
