@@ -16,6 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import layers, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -102,13 +103,18 @@ class TorchCoreAttention(MegatronModule):
             attention: Megatron-Core's `SelfAttention` or `MLASelfAttention`.
             is_padding: bool [b, slots], True = masked; a call with s_k keys uses the first s_k columns.
         """
-        scale = getattr(attention, "softmax_scale", attention.config.softmax_scale)
+        replaced = attention.core_attention
+        scale = (
+            attention.softmax_scale if isinstance(attention, MultiLatentAttention) else attention.config.softmax_scale
+        )
         core = cls(attention.config, attention.layer_number, AttnMaskType.causal, "self", softmax_scale=scale)
-        core.cp_group, core.is_padding = attention.core_attention.cp_group, is_padding
-        core.query_scaling = getattr(attention.core_attention, "query_scaling", None)
-        core.softcap = getattr(attention.core_attention, "softcap", None)
+        core.cp_group, core.is_padding = replaced.cp_group, is_padding
+        if isinstance(
+            replaced, cls
+        ):  # Transformer Engine's has other meanings for these names: its softcap 0.0 is none
+            core.query_scaling, core.softcap = replaced.query_scaling, replaced.softcap
         if core.softmax_offset is not None:
-            core.softmax_offset = attention.core_attention.softmax_offset
+            core.softmax_offset = replaced.softmax_offset
         return core.train(attention.training)
 
     def sharded_state_dict(

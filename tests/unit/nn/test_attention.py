@@ -3,6 +3,7 @@ process."""
 
 import functools
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -347,3 +348,18 @@ def test_dropout_is_applied_in_training_only():
 def test_features_of_transformer_engine_are_refused():
     with pytest.raises(PlatformError, match="attention_bias"):
         module()(*tensors(), None, attention_bias=torch.zeros(1))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_padding_is_masked_as_by_the_attention_that_is_replaced(softcap):
+    """Transformer Engine's attention has a `softcap` of 0.0, with which it caps nothing."""
+    inputs = tensors()
+    replaced = module(softcap=softcap, query_scaling=None)
+    if softcap is None:
+        replaced = SimpleNamespace(cp_group=None, softcap=0.0, query_scaling=(0.0, 0), softmax_offset=None)
+    layer = SimpleNamespace(core_attention=replaced, config=module().config, layer_number=1, training=False)
+    is_padding = torch.arange(24) < torch.tensor([[0], [5]])
+    ours = TorchCoreAttention.masked(layer, is_padding)(*inputs, None)
+    masked = outside(24) | is_padding[:, None, None, :]
+    expected = reference_attention(*inputs, masked, 8**-0.5, softcap).flatten(2)
+    torch.testing.assert_close(ours[5:], expected[5:], **CLOSE)  # earlier queries of the padded row attend to nothing
