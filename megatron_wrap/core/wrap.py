@@ -148,7 +148,7 @@ class MegatronWrap:
             {CONNECTIONS: str(cuda_connections(self.config, self.platform.machine, os.environ.get(CONNECTIONS)).value)},
             deterministic=bool(self.config.arch.upstream.get("deterministic_mode")),
         )
-        self._processes = launch.start(self.platform.backend, self.platform.device, timeout)
+        self._processes = launch.start(self.platform.backend, timeout)
         self._interrupts = launch.watch_interrupts(self._interrupted)
         self._heartbeat = heartbeat.begin(self._processes.rank, self._where)
         check_layout(self.config, self._processes.world_size)

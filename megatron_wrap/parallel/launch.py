@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn, TextIO
 
-import torch
 import torch.distributed as dist
 
 from megatron_wrap.errors import MegatronWrapError
@@ -48,10 +47,12 @@ def environment_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(backend: str, device: torch.device, timeout_minutes: float) -> Processes:
+def start(backend: str, timeout_minutes: float) -> Processes:
     """Initialize torch.distributed from torchrun's environment, or as a single process without it.
 
-    A process group that the caller has already initialized is used unchanged.
+    A process group that the caller has already initialized is used unchanged. NCCL connects a group at its first
+    collective: with a `device_id` it would connect all of Megatron-Core's groups at once, with 7 GiB of buffers on each
+    GPU for groups that a run does not use.
 
     Raises:
         PlatformError: the nodes have different packages.
@@ -67,10 +68,7 @@ def start(backend: str, device: torch.device, timeout_minutes: float) -> Process
     if "RANK" in os.environ:
         store, rank, world_size = rendezvous(timeout)
         check_versions(store, rank, this_node())
-        device_id = device if device.type == "cuda" else None
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         store = loopback_store(timeout)
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -18,7 +18,7 @@ import os, sys, datetime, torch, torch.distributed as dist
 sys.path.insert(0, {here!r})
 from _listening import listening
 from megatron_wrap.parallel.launch import start
-processes = start("gloo", torch.device("cpu"), 2)
+processes = start("gloo", 2)
 group = dist.new_group([0, 1], backend="gloo")
 for used in (None, group):
     value = torch.ones(1)
