@@ -30,6 +30,7 @@ from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.transformer_config import parameter_dtype
 from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.collectives import broadcast_object, gather_objects, gather_tensors
+from megatron_wrap.platform.base.hidden_packages import GPU_KERNELS, without_packages
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Model dtype -> largest absolute difference allowed, divided by the tensor's largest absolute value (at least 1)."""
@@ -135,7 +136,8 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
     verdict: Verdict | str = ""
     if state.parallel.world.rank == 0:
         try:
-            theirs, their_logits = _transformers(folder, dtype, sequences)
+            with without_packages(GPU_KERNELS):
+                theirs, their_logits = _transformers(folder, dtype, sequences)
             pairs = [(name, ours[name], theirs[name]) for name in sorted(ours, key=_index_in_model) if name in theirs]
             pairs += [
                 (f"logits of sequence {number}", *both)

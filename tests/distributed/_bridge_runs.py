@@ -276,6 +276,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{"num_attention_heads": 6, "head_dim": 12, "rotary_dim": 8, "intermediate_size": 28},
             **{"num_local_experts": 6, "num_experts_per_tok": 3, "use_mtp": False, "num_mtp_modules": 0},
+            # transformers before 5.18 reads this alone, and not the published rotary_dim
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 8 / 12},
         },
     ),
     "gemma3": (
@@ -390,8 +392,11 @@ def make_folder(
     import torch
     import transformers
 
+    from megatron_wrap.platform.base.hidden_packages import GPU_KERNELS, without_packages
+
     class_name, settings = FAMILIES[name]
-    model_class = getattr(transformers, class_name)
+    with without_packages(GPU_KERNELS):
+        model_class = getattr(transformers, class_name)
     sizes = {} if class_name.startswith("GPT2") else SIZES
     config = model_class.config_class(**{**sizes, **settings, **changes})
     model = model_class._from_config(config, dtype=torch.float32)
@@ -539,8 +544,11 @@ def transformers_model(folder: Path, **arguments: Any) -> Any:
     import torch
     import transformers
 
+    from megatron_wrap.platform.base.hidden_packages import GPU_KERNELS, without_packages
+
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
-    model_class = getattr(transformers, architecture)
+    with without_packages(GPU_KERNELS):
+        model_class = getattr(transformers, architecture)
     config = model_class.config_class.from_pretrained(folder)
     config.model_type = model_class.config_class.model_type  # by which the conversion of experts is found
     return model_class.from_pretrained(folder, config=config, dtype=torch.float32, **arguments)

@@ -1,0 +1,25 @@
+"""Packages that are installed and not to be imported."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+GPU_KERNELS = ("fla", "causal_conv1d")
+"""Packages of kernels for GPUs alone, which transformers' models call on CPUs, too, where they are installed
+(`integrations/hub_kernels.py`, use_kernel_func_from_hub_with_fallback)."""
+
+
+@contextlib.contextmanager
+def without_packages(names: tuple[str, ...]) -> Iterator[None]:
+    """Imports of these packages fail, as where they are not installed. A module that is first imported here, and
+    chooses its functions then, keeps those."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
+    sys.modules.update(dict.fromkeys(names))  # None ends an import
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(hidden)
