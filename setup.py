@@ -41,7 +41,7 @@ EXTRAS = {
     "ray": RAY,
     "remote": REMOTE,  # hf:// needs nothing more: huggingface_hub comes with transformers
     "dev": [
-        *("pytest>=8", "pytest-timeout", "trl", "ruff", "mypy", "types-PyYAML", "types-psutil"),
+        *("pytest>=8", "pytest-timeout", "pytest-xdist", "trl", "ruff", "mypy", "types-PyYAML", "types-psutil"),
         *("tensorboard", "matplotlib", "lm_eval>=0.4.13,<0.5", "jsonschema", "torchao>=0.18,<0.19"),
         *("s3fs==2026.9.0", "moto[s3]==5.2.5", "flask==3.1.3", "flask-cors==6.0.5", "kubeflow-trainer-api==2.3.0"),
         *RAY,

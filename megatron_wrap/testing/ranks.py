@@ -80,9 +80,17 @@ class RankPool:
         """Call a module-level function on every rank; returns the results in rank order.
 
         Raises:
-            RankError: it raised on a rank, or exceeded the time limit; the pool is then closed.
+            RankError: it raised on a rank, or exceeded the time limit. Any exception, also that of a test's time limit,
+                closes the pool: the results that ranks still send belong to no later call.
         """
         request = pickle.dumps((function, arguments, named))
+        try:
+            return self._run(function.__name__, request)
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, name: str, request: bytes) -> list[Any]:
         self._signal_all("SIGCONT")
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # the process died, which is reported below
@@ -103,9 +111,8 @@ class RankPool:
                 failures.append(f"--- rank {rank}\n{value}")
                 user_error = user_error or message
         if failures:
-            self.close()
             raise RankError(
-                f"{function.__name__} failed on {len(failures)} of {self.world_size} ranks\n" + "\n".join(failures),
+                f"{name} failed on {len(failures)} of {self.world_size} ranks\n" + "\n".join(failures),
                 user_error,
             )
         self._signal_all("SIGSTOP")
@@ -189,6 +196,8 @@ def _serve(rank: int, world_size: int, connection: Connection, platform: str, st
         except BaseException:
             answer = (False, traceback.format_exc(), "")
         connection.send_bytes(pickle.dumps(answer))
+        if platform == "cuda":
+            torch.cuda.empty_cache()  # processes of other pools may share the GPU
         if len(sys.modules) > num_modules:  # those that this run has imported, for the later ones
             gc.collect()
             gc.freeze()

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 
 import _bridge_runs as runs
 import numpy
-from _implementations import IMPLEMENTATIONS, on_gpu
+from _implementations import IMPLEMENTATIONS, by_gpus, on_gpu
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def original(tmp_path_factory):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("family", "layout"), runs.CASES, ids=["-".join(case) for case in runs.CASES])
+@pytest.mark.parametrize(("family", "layout"), by_gpus(runs.CASES, runs.LAYOUTS))
 def test_logits_equal_transformers_and_the_export_equals_the_original(
     family, layout, implementation, ranks, original, tmp_path
 ):

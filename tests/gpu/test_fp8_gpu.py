@@ -151,6 +151,7 @@ def test_a_checkpoint_of_bf16_continues_in_fp8_and_back(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", [*RECIPES, *(f"{recipe}-fp8-weights" for recipe in RECIPES)])
+@pytest.mark.gpus(2)
 def test_two_gpus_train_as_one(form, tmp_path, ranks):
     shared = ("megatron_lm.train.optimizer.use_distributed_optimizer=true", *FORMS[form])
     pair = ranks(2)

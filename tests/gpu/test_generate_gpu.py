@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 
 import _bridge_runs
 import _generate_runs as runs
-from _implementations import IMPLEMENTATIONS, on_gpu
+from _implementations import IMPLEMENTATIONS, by_gpus, on_gpu
 
 STEPS = [
     (family, layout) for family in ("llama-four-layers", "mistral-window", "deepseek-v2") for layout in ("one", "cp2")
@@ -23,7 +23,7 @@ def original(tmp_path_factory):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("family", "layout"), runs.CASES, ids=["-".join(case) for case in runs.CASES])
+@pytest.mark.parametrize(("family", "layout"), by_gpus(runs.CASES, runs.LAYOUTS))
 def test_greedy_tokens_equal_transformers(family, layout, implementation, ranks, original, tmp_path):
     world_size, overrides = runs.LAYOUTS[layout]
     pool = ranks(world_size)
@@ -36,7 +36,7 @@ def test_greedy_tokens_equal_transformers(family, layout, implementation, ranks,
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("family", "layout"), STEPS, ids=["-".join(case) for case in STEPS])
+@pytest.mark.parametrize(("family", "layout"), by_gpus(STEPS, runs.LAYOUTS))
 @pytest.mark.parametrize("padding", [[0, 0], [5, 0]], ids=["equal", "padded"])
 def test_logits_with_kv_cache_equal_those_of_the_whole_sequence(
     family, layout, padding, implementation, ranks, original, tmp_path

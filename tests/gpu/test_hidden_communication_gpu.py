@@ -10,6 +10,8 @@ if not torch.cuda.is_available():
 
 import _hidden_runs as runs
 
+pytestmark = pytest.mark.gpus(2)
+
 
 @pytest.mark.parametrize(
     ("dtype", "accumulates", "limit"), [("float32", False, 1e-5), ("bfloat16", False, 1e-2), ("bfloat16", True, 1e-2)]

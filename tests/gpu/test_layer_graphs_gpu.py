@@ -103,12 +103,17 @@ def train(implementation: str, graphs: bool, axis: str) -> dict:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("size", "axis"),
-    [(1, "data"), (2, "tensor_model"), (2, "data"), (1, "expert_model"), (2, "expert_model")],
+    [
+        (1, "data"),
+        (1, "expert_model"),
+        *(pytest.param(2, axis, marks=pytest.mark.gpus(2)) for axis in ("tensor_model", "data", "expert_model")),
+    ],
 )
 def test_graphs_train_as_the_layers_themselves(size, axis, implementation, ranks):
     check(ranks(size), axis, implementation)
 
 
+@pytest.mark.gpus(2)
 def test_graphs_under_context_parallelism_train_as_the_layers_themselves(ranks):
     """Of Transformer Engine's layers they are refused."""
     check(ranks(2), "context", "torch")

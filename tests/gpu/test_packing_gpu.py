@@ -48,7 +48,10 @@ def pairs(count: int = 16) -> list[dict[str, list[int]]]:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("flow", ["gpt_sft", "gpt_dpo"])
-def test_packed_equals_unpacked_in_fp32(flow, implementation, ranks):
+@pytest.mark.parametrize(
+    "layouts", [ONE_GPU, pytest.param(TWO_GPUS, marks=pytest.mark.gpus(2))], ids=["one-gpu", "two-gpus"]
+)
+def test_packed_equals_unpacked_in_fp32(layouts, flow, implementation, ranks):
     report = check_parity(
         CONFIG,
         [
@@ -57,7 +60,7 @@ def test_packed_equals_unpacked_in_fp32(flow, implementation, ranks):
             *([] if flow == "gpt_sft" else ["megatron_wrap.models.reference=copy"]),
         ],
         samples=sft_samples(48) if flow == "gpt_sft" else pairs(),
-        layouts=[*ONE_GPU, *(TWO_GPUS if torch.cuda.device_count() > 1 else ())],
+        layouts=layouts,
         steps=1,
         platform="cuda",
         ranks=ranks,
@@ -74,7 +77,13 @@ def errors(result: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> f
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("layout", [(), (f"{PARALLEL}.context_parallel_size=2",)], ids=["one", "cp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), id="one"),
+        pytest.param((f"{PARALLEL}.context_parallel_size=2",), id="cp2", marks=pytest.mark.gpus(2)),
+    ],
+)
 def test_bf16_kernels_run_and_are_as_exact_as_unpacked(layout, implementation, ranks):
     samples = sft_samples(512, count=8)
     size = (

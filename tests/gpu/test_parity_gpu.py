@@ -33,16 +33,16 @@ def samples() -> list[dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize("flow", ["minimal_mock", "gpt_sft"])
-def test_built_in_flows_agree(flow):
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.gpus(2))])
+def test_built_in_flows_agree(gpus, flow):
     """Layouts with more processes than GPUs are skipped with a note; the others agree in fp32."""
     config, flow_samples = (MOCK, None) if flow == "minimal_mock" else (SFT, samples())
     report = check_parity(config, layouts=LAYOUTS, samples=flow_samples, platform="cuda")
-    gpus = torch.cuda.device_count()
     assert report.agrees, report.table()
     for row in report.rows:
-        if row.processes > gpus:
+        if row.processes > torch.cuda.device_count():
             assert f"{row.processes} processes" in row.note, row.note
-            assert row.note.endswith(str(gpus)), row.note
+            assert row.note.endswith(str(torch.cuda.device_count())), row.note
         else:
             assert row.agrees is True, report.table()
 
