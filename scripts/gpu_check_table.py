@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
+DURATIONS = Path(__file__).parents[1] / "tests/gpu/durations.json"
 BY_TEST = "test_user_ways"
 """File whose tests have a row each."""
 
@@ -38,6 +39,7 @@ def main(folder: Path) -> int:
                 failures.append(f"{path.stem}: {file}::{case.attrib['name']}: {_first_line(problem)}")
             if float(case.attrib["time"]) >= 3:
                 durations[f"tests/gpu/{file}.py::{case.attrib['name']}"] = round(float(case.attrib["time"]))
+    durations = {**json.loads(DURATIONS.read_text()), **durations}
     (folder / "durations.json").write_text(json.dumps(durations, indent=0, sort_keys=True) + "\n")
     total = sum(outcomes.values(), Counter())
     print(f"{'name':66} {'seconds':>8} {'passed':>7} {'failed':>7} {'skipped':>8}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,8 @@ def import_for_ranks() -> None:
     platform.install()
     try:
         for name in _PRELOADED:
-            importlib.import_module(name)
+            if importlib.util.find_spec(name) is not None:  # releases of torch have other private modules
+                importlib.import_module(name)
     finally:
         if not was_installed:
             platform.uninstall()

@@ -173,6 +173,8 @@ def _serve(rank: int, world_size: int, connection: Connection, platform: str, st
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(rank)
+        # it loads libraries of the host's cuDNN, which fails where attention has loaded those of torch's
+        _ = choose_platform(platform).has_transformer_engine
     configure_console()  # once: the runs of this process use the same
     # a run ends with a garbage collection, which has no need to visit the objects of imported modules
     gc.collect()

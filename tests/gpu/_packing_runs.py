@@ -28,7 +28,8 @@ def gradients(config: str, overrides: list[str], samples: list[Any]) -> tuple[di
 
 @contextmanager
 def counted_kernels() -> Any:
-    """Counts calls of torch's varlen attention, and of Transformer Engine's fused attention by layout of its inputs."""
+    """Counts calls of torch's varlen attention, of the ring's kernels of packed rows, and of Transformer Engine's fused
+    attention by layout of its inputs."""
     counts: Counter[str] = Counter()
     undo = []
 
@@ -47,6 +48,8 @@ def counted_kernels() -> Any:
 
     varlen_kernel.cache_clear()
     wrapped(importlib.import_module("torch.nn.attention.varlen"), "varlen_attn", lambda *_: "varlen_attn")
+    ring = importlib.import_module("megatron_wrap.nn.ring_attention")
+    wrapped(ring, "packed_kernel_with_logsumexp", lambda *_: "ring")
     try:
         folder = "transformer_engine.pytorch.attention.dot_product_attention"
         for module in ("backends", "context_parallel"):
