@@ -277,8 +277,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_attention_heads": 6, "head_dim": 12, "rotary_dim": 8, "intermediate_size": 28},
             "partial_rotary_factor": 8 / 12,  # transformers before 5.18 does not read rotary_dim
             **{"num_local_experts": 6, "num_experts_per_tok": 3, "use_mtp": False, "num_mtp_modules": 0},
-            # transformers before 5.18 reads this alone, and not the published rotary_dim
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 8 / 12},
         },
     ),
     "gemma3": (
