@@ -14,6 +14,7 @@ from megatron_wrap.config.checks.vocabulary import model_vocab_size, small_token
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.core.validation.candidate import Candidate, Note
+from megatron_wrap.core.validation.setup import new_tokens_warning
 from megatron_wrap.data.sources.rows import converted
 from megatron_wrap.errors import DataError, Mistakes
 from megatron_wrap.metrics.number_format import counted
@@ -116,10 +117,12 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
     mistakes.raise_first()
 
 
-def data_warnings(config: RunConfig, tokenizer: Any) -> Iterator[str]:
-    """What a run warns about before its first step: a tokenizer much smaller than the model's vocabulary, and parts of
-    messages that the chat template drops. Reads files only."""
-    yield from filter(None, [small_tokenizer(config.arch, tokenizer)])
+def data_warnings(config: RunConfig, tokenizer: Any, vocab_size: int) -> Iterator[str]:
+    """What a run warns about before its first step: a tokenizer much smaller than the model's vocabulary, tokens that
+    are new to the weights, and parts of messages that the chat template drops. Reads files only."""
+    yield from filter(
+        None, [small_tokenizer(config.arch, tokenizer), new_tokens_warning(config, tokenizer, vocab_size)]
+    )
     yield from dropped_by_template(config, tokenizer)
 
 
