@@ -14,6 +14,9 @@ from typing import Any
 import numpy
 import torch
 
+from megatron_wrap.bridge.mapping.token_rows import EMBEDDING
+from megatron_wrap.bridge.mapping.value_model import HEAD
+from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.state.muon import MOMENTUM, Muon
 from megatron_wrap.engine.state.random_states import RandomStates
@@ -105,6 +108,15 @@ def optimizer_entry(
     # the state is allocated above; without the distributed optimizer is_loading would allocate it again, and fail for
     # SGD
     return optimizer.sharded_state_dict(models, is_loading=is_loading and distributed, metadata=_metadata(parallel))
+
+
+def vocabulary_weights(loaded: Mapping[str, Any], config: RunConfig) -> list[torch.Tensor]:
+    """This rank's shards of embedding and output layer, and the originals of those that are trained whole, among the
+    `model_entries` of a checkpoint that was read."""
+    names = (EMBEDDING,) if derived.has_value_head(config) else (EMBEDDING, HEAD)
+    keys = {f"{prefix}{name}" for name in names for prefix in ("", _ORIGINAL)}
+    models = [entries for name, entries in loaded.items() if name.startswith("model")]
+    return [entries[key] for entries in models for key in sorted(keys & entries.keys())]
 
 
 def without_fp8(entries: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,9 @@ from megatron_wrap.checkpoint.saved_run import SavedRun, read_saved_run, section
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.data.chat.new_tokens import NewTokens, new_tokens
+from megatron_wrap.data.chat.tokenizer import run_tokenizer
+from megatron_wrap.errors import CheckpointError, DataError
 from megatron_wrap.inside_folder import leaves_folder
 
 _KEYS_OF_PARAMETERS = {
@@ -152,6 +154,36 @@ def check_saved_vocabulary(checkpoint: Path, vocab_size: int) -> Mapping[str, An
             f"and {vocab_size} here; use the checkpoint's tokenizer, or set megatron_lm.model.arch.vocab_size"
         )
     return facts
+
+
+def tokens_new_to_checkpoint(checkpoint: Path, config: RunConfig, vocab_size: int) -> NewTokens | None:
+    """The tokens of the run's tokenizer that the run of a checkpoint did not have, for which its model has rows; None
+    if there are none, or its tokenizer is not known.
+
+    Args:
+        vocab_size: of both models, without padding.
+    """
+    saved = read_saved_run(checkpoint)
+    data = {} if saved is None else saved.section("data")
+    path, added = data.get("tokenizer"), tuple(data.get("new_tokens") or ())
+    if path is None or (path, added) == (config.data.tokenizer, config.data.new_tokens):
+        return None
+    try:
+        original = run_tokenizer(replace(config.data, tokenizer=path, new_tokens=added))
+    except DataError:  # it was moved
+        return None
+    tokenizer = run_tokenizer(config.data)
+    return None if tokenizer is None else new_tokens(tokenizer, original, vocab_size, vocab_size)
+
+
+def refuse_new_tokens(checkpoint: Path, tokens: NewTokens | None) -> None:
+    """Raise a CheckpointError if training would continue with further tokens."""
+    if tokens is not None:
+        raise CheckpointError(
+            f"{checkpoint} was saved without {tokens.listed} of this run's tokenizer; use the tokenizer and "
+            "megatron_wrap.data.new_tokens of the checkpoint, or start from its weights in a new save folder with "
+            "train.common.load and finetune: true"
+        )
 
 
 def refuse_resume(config: RunConfig) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_wrap.bridge.export.adapted import other_adapters
 from megatron_wrap.bridge.export.training_record import training_record
+from megatron_wrap.bridge.loading.load_weights import fill_new_rows
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.adapter import base_facts, check_adapter, check_others, compare_adapters
 from megatron_wrap.checkpoint.background import BackgroundSaves
@@ -22,12 +23,19 @@ from megatron_wrap.checkpoint.files.complete_checkpoints import RESOLVED, read_f
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.files.verification import BlockVerification
 from megatron_wrap.checkpoint.load_lr_schedule import load_schedule, take_group_values
-from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, compare_models, existing_checkpoint
+from megatron_wrap.checkpoint.precheck import (
+    check_saved_vocabulary,
+    compare_models,
+    existing_checkpoint,
+    refuse_new_tokens,
+    tokens_new_to_checkpoint,
+)
 from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, plan, read, write
 from megatron_wrap.config import RunConfig, load_resolved, write_resolved
 from megatron_wrap.config.schema.derived import saves_adapter_alone
 from megatron_wrap.config.schema.run import SECTION_PATHS
+from megatron_wrap.data.chat.new_tokens import NewTokens
 from megatron_wrap.engine.passes.synchronize_parameters import quantize_parameters, synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import CheckpointError
@@ -123,6 +131,8 @@ def load_checkpoint(
     layout = content.layout_facts(state.parallel, state.platform.name)
     other_layout = saved.layout is not None and saved.layout != layout
     skipped: list[str] = []
+    if not weights_only:
+        refuse_new_tokens(saved.path, saved.new_tokens)
     on_rank_0(
         lambda: check_adapter(saved.path, saved.has_adapter, saved.base, state.config, with_optimizer),
         failures=FAILURES,
@@ -144,7 +154,7 @@ def load_checkpoint(
     if with_rng:
         request["rng_state"] = content.rng_entry(state.parallel, state.platform.device, is_loading=True)
     check_tensors(saved, content.without_fp8(request))
-    loaded = _read_and_set(state, saved.path, request, with_optimizer, with_rng, whole=not weights_only)
+    loaded = _read_and_set(state, saved, request, with_optimizer, with_rng, whole=not weights_only)
     if not weights_only:
         state.progress = content.saved_progress(loaded)
         state.best = content.saved_best(loaded)
@@ -317,6 +327,8 @@ class SavedContent:
 
     others: Mapping[str, Mapping[str, str]]
     """Name -> path and digest of each frozen adapter besides the trained one."""
+    new_tokens: NewTokens | None
+    """Tokens of this run that the run that saved it did not have."""
 
     @property
     def has_base(self) -> bool:
@@ -384,6 +396,7 @@ def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) 
         base=facts.get("base"),
         others=facts.get("other_adapters", {}),
         frozen=frozen,
+        new_tokens=tokens_new_to_checkpoint(path, config, vocab_size),
     )
 
 
@@ -468,9 +481,18 @@ def _shown(name: str, shape: tuple[int, ...]) -> str:
 
 
 def _read_and_set(
-    state: TrainingState, path: Path, request: dict[str, Any], with_optimizer: bool, with_rng: bool, *, whole: bool
+    state: TrainingState,
+    saved: SavedContent,
+    request: dict[str, Any],
+    with_optimizer: bool,
+    with_rng: bool,
+    *,
+    whole: bool,
 ) -> dict[str, Any]:
+    path = saved.path
     loaded = read_verified(request, path, state.parallel.dp_cp.group, state.platform.device, whole=whole)
+    if saved.new_tokens is not None:
+        fill_new_rows(content.vocabulary_weights(loaded, state.config), saved.new_tokens, state.parallel.tp)
     with torch.no_grad(), agreed(f"checkpoint {path} cannot be loaded: {{}}", FAILURES):
         content.load_model(state.chunks, loaded)
         if with_optimizer:

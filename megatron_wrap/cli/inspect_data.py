@@ -13,7 +13,8 @@ from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.derived import output_dir
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.utils.atomic_write import named_write_errors
 
 if TYPE_CHECKING:
@@ -46,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints samples and a summary, and writes the page; mistakes in the data do not change the exit code."""
+    """Prints samples and a summary, and writes the page; mistakes in the data do not change the exit code, unless no
+    token is trained.
+
+    Raises:
+        DataError: no token of the samples is trained.
+    """
     from megatron_wrap.bridge.loading.hub import read_run
     from megatron_wrap.cli.inspect_page import build_page, summary
     from megatron_wrap.config.checks.run import check_run
@@ -80,6 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(shown(sample, tokenizer, in_color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     print(summary(inspection, selection.total, config))
     print(f"page: {path}")
+    if not inspection.counts.trained:
+        rows = counted(inspection.counts.samples, "sample")
+        raise DataError(f"no token of the {rows} is trained; look for answers, for truncation, or at flow.loss_on")
     return 0
 
 

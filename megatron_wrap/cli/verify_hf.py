@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_wrap.bridge.loading.hub import local_folder, read_run, read_run_content
 from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
-from megatron_wrap.config.hugging_face import CONFIG_FILES
+from megatron_wrap.config.hugging_face import CONFIG_FILES, read_hugging_face_config
 from megatron_wrap.inference.trained_model import content_without_flow
 from megatron_wrap.testing.layouts import one_process_overrides
 
@@ -41,11 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     configs = [text for text in arguments.rest if "=" not in text]
     overrides = [text for text in arguments.rest if "=" in text]
     folder = str(local_folder(arguments.folder, CONFIG_FILES + WEIGHT_FILES))
-    provider = "megatron_wrap.model_provider"
+    provider, own = "megatron_wrap.model_provider", read_hugging_face_config(folder).has_tokenizer
     overrides = [
         *one_process_overrides(),
         *_WITHOUT_CHECKPOINTS,
         f"{provider}.verify_hf=false",
+        "megatron_wrap.data.new_tokens=[]",
+        *([f"megatron_wrap.data.tokenizer={json.dumps(folder)}"] if own else []),
         *overrides,
         f"{provider}.hf_path={json.dumps(folder)}",
     ]

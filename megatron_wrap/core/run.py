@@ -63,7 +63,7 @@ class Run:
         if from_hugging_face:
             logger.info_rank_0(f"loaded weights from {config.model_provider.hf_path}")
         if training and parallel.world.rank == 0:
-            for warning in data_warnings(config, tokenizer):
+            for warning in data_warnings(config, tokenizer, self.state.shape.vocab_size):
                 logger.warning_rank_0(warning)
         self.checkpoints = RunCheckpoints(self.state)
         self._resumed_from = self.checkpoints.restore(weights_only=not training)

@@ -11,7 +11,7 @@ from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.step_reporting import RunRecords
 from megatron_wrap.engine import split_step
-from megatron_wrap.engine.bad_steps import BadStep
+from megatron_wrap.engine.bad_steps import BadStep, refuse_untrained_run
 from megatron_wrap.engine.passes.replicas import refuse_differing_copies
 from megatron_wrap.engine.state.open_step import StepWeights
 from megatron_wrap.engine.state.state import StepReport, TrainingState
@@ -62,6 +62,10 @@ class RunTraining:
     def optimizer_step(self) -> dict[str, float]:
         """The update from the gradients of all parts."""
         return self._finished(lambda: split_step.optimizer_step(self._state))
+
+    def refuse_if_untrained(self) -> None:
+        """Raise a TrainingError if no step of the run has trained a token."""
+        refuse_untrained_run(self._state)
 
     def _finished(self, step: Callable[[], StepReport]) -> dict[str, float]:
         try:

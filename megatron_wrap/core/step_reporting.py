@@ -105,7 +105,7 @@ class RunRecords:
         self._recorded_iteration = report.iteration
         self._metric_loggers.log(report.iteration, report.metrics)
         if report.iteration % train.log_interval == 0 or report.iteration == train.train_iters:
-            logger.info_rank_0(self._lines.step(report.metrics))
+            logger.info_rank_0(self._lines.step(report.metrics, report.is_trained))
 
     def log_last(self) -> None:
         """`write_last`, and move the progress bar.
@@ -118,7 +118,7 @@ class RunRecords:
         if self._last is None:
             raise TrainingError("wrap.log_last_metrics: no step has been taken yet; call wrap.train(batch) first")
         if self._progress_bar is not None:
-            self._progress_bar.update(self._last.iteration, self._last.metrics)
+            self._progress_bar.update(self._last.iteration, self._last.metrics if self._last.is_trained else None)
         self.write_last()
 
     def evaluation(self, iteration: int, metrics: dict[str, float]) -> None:

@@ -372,6 +372,7 @@ class MegatronWrap:
 
         Raises:
             ConfigError: the evaluation has no metric `best_metric`. TrainingError, DataError: as `train` and `batches`.
+            TrainingError: no step of the run trained a token.
         """
         best = self._ready().best
         steps: dict[str, float] = {}
@@ -387,6 +388,8 @@ class MegatronWrap:
                 self.log_last_metrics()
                 if on_step is not None and best.any_rank_ends(on_step(self, dict(steps))):
                     break
+        if steps:
+            self._training().refuse_if_untrained()
         if evaluated is None:
             evaluated = self.evaluate()
             if self.iteration >= self.train_iters:

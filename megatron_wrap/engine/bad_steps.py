@@ -13,6 +13,7 @@ from megatron_wrap.engine.repeat_bad_step import cause_of_non_finite, sample_of_
 from megatron_wrap.engine.state.open_step import OpenStep
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import TrainingError
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.utils.dist_logger import logger
 
 _SIGMA = 1.4826
@@ -28,6 +29,9 @@ _SPIKE_HINT = (
     f"lower the learning rate or inspect the batch; {_SKIP}, and a larger megatron_wrap.bad_steps.spike_threshold "
     "allows this loss"
 )
+
+
+_WHERE_TRAINED = "megatron-wrap inspect-data shows which tokens of the data have a loss"
 
 
 class BadStep(TrainingError):
@@ -121,19 +125,38 @@ def _problem(state: TrainingState, step: OpenStep, loss: float, grad_norm: float
     )
 
 
-def refuse_steps_without_weight(state: TrainingState, has_weight: bool) -> None:
-    """Count the steps in a row whose batch has no loss weight; the same on every rank.
+def skip_or_refuse_untrained(state: TrainingState, is_trained: bool) -> None:
+    """Count the steps in a row that train no token, and warn about the first; the same on every rank.
 
     Raises:
         TrainingError: there are `max_without_loss`.
     """
-    state.steps_without_weight = 0 if has_weight else state.steps_without_weight + 1
-    most = state.config.bad_steps.max_without_loss
-    if state.steps_without_weight < most:
+    state.steps_without_weight = 0 if is_trained else state.steps_without_weight + 1
+    if is_trained:
         return
-    before, batches = (f", nor of the {most - 1} before it", "their batches") if most > 1 else ("", "its batch")
-    raise TrainingError(
-        f"no token of iteration {state.progress.iteration + 1} is trained{before}: all loss weights of {batches} are "
-        "0, so nothing is learned; megatron-wrap inspect-data shows which tokens of the data have a loss; "
-        f"megatron_wrap.bad_steps.max_without_loss: {most} is the number of such batches in a row that ends the run"
-    )
+    most = state.config.bad_steps.max_without_loss
+    problem = f"no token of iteration {state.progress.iteration + 1} is trained"
+    if state.steps_without_weight >= most:
+        before, batches = (f", nor of the {most - 1} before it", "their batches") if most > 1 else ("", "its batch")
+        raise TrainingError(
+            f"{problem}{before}: all loss weights of {batches} are 0, or of samples without a trained token; "
+            f"{_WHERE_TRAINED}; megatron_wrap.bad_steps.max_without_loss: {most} is the number of such batches in a "
+            "row that ends the run"
+        )
+    if state.steps_without_weight == 1:
+        logger.warning_rank_0(
+            f"{problem}, so the step is skipped; {_WHERE_TRAINED}; {most} such steps in a row end the run "
+            "(megatron_wrap.bad_steps.max_without_loss)"
+        )
+
+
+def refuse_untrained_run(state: TrainingState) -> None:
+    """At the end of a run: raise a TrainingError, on every rank, if no step has made an update and the last one trained
+    no token."""
+    progress = state.progress
+    if state.steps_without_weight and progress.skipped_iterations == progress.iteration:
+        steps = counted(progress.iteration, "iteration")
+        raise TrainingError(
+            f"nothing was learned: no token of the last {counted(state.steps_without_weight, 'iteration')} is trained, "
+            f"and none of the run's {steps} changed the weights; {_WHERE_TRAINED}"
+        )

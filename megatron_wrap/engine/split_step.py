@@ -47,7 +47,7 @@ def count_weights(state: TrainingState, batches: Sequence[Sequence[Any]] | None)
     training = [micro_batch for part in parts for micro_batch in part]
     counts = count_step(state.flow, training, state.parallel.dp_on_host)
     statistics: dict[str, Tensor] = {}
-    if state.flow.step_values_from is not None and counts.has_weight:
+    if state.flow.step_values_from is not None:
         # the flow chooses samples for its statistics among those of the whole step
         chosen = replica_micro_batches(state, samples).statistics if has_step_samples(state.flow) else ()
         groups = [localized(state, run) for run in ([chosen] if chosen else parts)]
@@ -80,11 +80,10 @@ def forward_backward(state: TrainingState, batch: Sequence[Any] | None, weights:
         )
     if step is None:
         step = begin_step(state, weights, [], started)
-    if weights.counts.has_weight:
-        micro_batches = replica_micro_batches(state, batch, len(step.samples)).training
-        local = with_statistics(localized(state, micro_batches), weights.statistics)
-        with deferred_reduction(state.chunks, state.transformer_config, len(local) / weights.num_microbatches):
-            add_gradients(state, step, local)
+    micro_batches = replica_micro_batches(state, batch, len(step.samples)).training
+    local = with_statistics(localized(state, micro_batches), weights.statistics)
+    with deferred_reduction(state.chunks, state.transformer_config, len(local) / weights.num_microbatches):
+        add_gradients(state, step, local)
     step.samples = [*step.samples, *batch]
     step.parts += 1
     state.open_step = step
@@ -110,8 +109,8 @@ def optimizer_step(state: TrainingState) -> StepReport:
             "wrap.forward_backward for each"
         )
     state.open_step = None
-    has_weight = step.weights.counts.has_weight
-    return finish_step(state, step, lambda: _reduce_gradients(state) if has_weight else None)
+    is_trained = step.weights.counts.is_trained
+    return finish_step(state, step, lambda: _reduce_gradients(state) if is_trained else None)
 
 
 def refuse_open_step(state: TrainingState, caller: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megatron_wrap.engine.bad_steps import record_good_step, refuse_or_skip, refuse_steps_without_weight, spike
+from megatron_wrap.engine.bad_steps import record_good_step, refuse_or_skip, skip_or_refuse_untrained, spike
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collect_delayed, delayed_collection
@@ -17,6 +18,7 @@ from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics, Started
 from megatron_wrap.engine.passes.synchronize_parameters import parameter_square_sum
 from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
 from megatron_wrap.engine.setup.memory_advice import memory_advised
+from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights, Update
 from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import StepReport, TrainingState
@@ -83,22 +85,25 @@ def begin_step(state: TrainingState, weights: StepWeights, samples: Sequence[Any
 
 def compute_gradients(state: TrainingState, step: OpenStep, micro_batches: ReplicaMicroBatches) -> None:
     """Compute the gradients of the whole batch into the gradient buffers, reduced over all ranks. Collective."""
-    if not step.weights.counts.has_weight:  # the same on all ranks; a batch without loss weight has no gradient
-        for chunk in state.chunks:
-            zero_stale(chunk.parameters())
-        return
     [local] = loss_micro_batches(state, micro_batches, len(step.samples))
     add_gradients(state, step, local)
+    if not step.weights.counts.is_trained:
+        for chunk in state.chunks:
+            zero_stale(chunk.parameters())
 
 
 def add_gradients(state: TrainingState, step: OpenStep, local: list[MicroBatch]) -> None:
     """Forward and backward: add the gradient of micro-batches' share of the objective to the gradient buffers, reduced
-    over all ranks unless in `deferred_reduction`. Collective.
+    over all ranks unless in `deferred_reduction`; of a step that trains no token, the metrics alone. Collective.
 
     Args:
         local: this process's micro-batches, as the loss takes them.
     """
     loss = normalized_loss(state, step.weights.counts.weights, step.weights.num_microbatches, step.sums)
+    if not step.weights.counts.is_trained:  # the same on all ranks
+        with evaluation_mode(state):
+            state.pipeline_schedule.forward(state.chunks, local, loss, with_predictions=True)
+        return
     with doing(GRADIENTS), memory_advised(state):
         state.pipeline_schedule.forward_backward(state.chunks, local, loss)
 
@@ -119,21 +124,23 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
     biases = [] if state.config.arch.num_experts is None else router_biases(state.chunks)
     with restored_on_error(biases) as restore_biases:
         gradients()
-        refuse_steps_without_weight(state, counts.has_weight)
+        skip_or_refuse_untrained(state, counts.is_trained)
         with phase(OPTIMIZER):
-            square_sums = state.optimizer.prepare(device) if counts.has_weight else []
+            square_sums = state.optimizer.prepare(device) if counts.is_trained else []
         local = router_losses(state.config.arch, step.weights.num_microbatches, parallel.dp.size, device)
         requests = torch.full((), float(state.stop_requested()), dtype=torch.float64, device=device)
         seconds = {} if state.stragglers is None else state.stragglers.summands()
         summands = {**local, **seconds, _STOP: requests}
         reduction = state.reduction.start(step.sums, "train", summands, copied=square_sums)
-        if counts.has_weight and state.config.bad_steps.spike_threshold is None:
+        if counts.is_trained and state.config.bad_steps.spike_threshold is None:
             _start_update(state, reduction)
         reduced = reduction.finish(collect_delayed)  # the host does not wait for the update
+        if not counts.is_trained:  # a mean over sequences of no loss is not 0
+            reduced = replace(reduced, loss=math.nan)
         stop_requested = reduced.sums.pop(_STOP) > 0
         if state.stragglers is not None:
             state.stragglers.compare(reduced.sums)
-        if counts.has_weight:
+        if counts.is_trained:
             update = _update(state, reduced)
         if update.is_bad:
             refuse_or_skip(state, step, reduced.loss, update.grad_norm)
@@ -149,7 +156,9 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
             state.lr_scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
         metrics = _metrics(state, reduced, step, update, learning_rate)
         flow_metrics = tuple(reduced.flow_metrics)
-        return StepReport(progress.iteration, metrics, not update.applied, flow_metrics, stop_requested)
+        return StepReport(
+            progress.iteration, metrics, not update.applied, flow_metrics, stop_requested, counts.is_trained
+        )
 
 
 def check_size(state: TrainingState, num_samples: int, rule: str) -> None:

@@ -134,6 +134,10 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         tokens = float((weights * loss_inputs["answer_lengths"].chunk(2)[0]).sum())
         return {NLL: tokens} if len(self._losses) == 1 else {_PAIRS: float(weights.sum()), NLL: tokens}
 
+    def has_loss(self, loss_inputs: Mapping[str, Tensor]) -> bool:
+        """Whether a token has a loss; truncation may remove the answers."""
+        return bool(loss_inputs["token_weights"].any())
+
     def get_loss_coefficients(self) -> dict[str, float]:
         """The factor of sft; those of the other losses are within their sum."""
         return {NLL: self._losses[NLL]} if NLL in self._losses else {}

@@ -142,6 +142,10 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
             weight = sequences * config.max_completion_length
         return {_POLICY: weight, _ENTROPY: tokens} if config.entropy_coefficient else weight
 
+    def has_loss(self, loss_inputs: Mapping[str, Tensor]) -> bool:
+        """Whether a token has a loss; with `mask_truncated_completions` all responses may have none."""
+        return bool(loss_inputs["loss_mask"].any())
+
     def get_loss_coefficients(self) -> dict[str, float]:
         """Minus `entropy_coefficient` for the entropy's term."""
         return {_ENTROPY: -self.flow_config.entropy_coefficient} if self.flow_config.entropy_coefficient else {}

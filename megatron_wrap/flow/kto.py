@@ -31,8 +31,10 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
     w_u * (1 - sigmoid(beta * (z - r))) for others, where r is the policy's log-probability of the answer minus the
     reference's (Ethayarajh et al., 2024, arXiv:2402.01306, equation 8). z estimates the KL divergence from the
     reference over the whole step: the mean of r over each prompt with the answer of the sample before it (the first
-    prompt with the last answer), at least 0, without a gradient. trl 1.16.0 estimates it in each micro-batch, so the
-    two are equal with one micro-batch per step.
+    prompt with the last answer), at least 0, without a gradient. An answer that equals the prompt's own is passed over
+    for the one before it: r would be the sample's own, and the loss of each desirable answer 1/2. A sample without
+    another answer in the step is not part of the mean; if there is none, z is 0. trl 1.16.0 estimates z in each
+    micro-batch and also from equal answers, so the two are equal with one micro-batch per step of different answers.
 
     A sample has a format of `encode_sample` and `label`: true (desirable) or false; or `prompt_ids`, `completion_ids`
     and `label`. The reference's log-probabilities come from `megatron_wrap.models.reference`; for apo_zero_unpaired
@@ -96,8 +98,9 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         return model_forward_inputs, {**loss_inputs, **number_columns(samples, [REFERENCE_FIELD])}
 
     def get_step_samples(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
-        """The samples of the KL estimate: each prompt with the answer of the sample before it, or with the answer that
-        is stored with precomputed outputs. An answer begins with its first token with a loss."""
+        """The samples of the KL estimate: each prompt with the last answer before it that differs from its own, or with
+        the answer that is stored with precomputed outputs; of weight 0 if that is its own. An answer begins with its
+        first token with a loss."""
         if not contain_keys(samples, [STEP_IDS]):
             return [step_sample for step_sample, _ in self._step_samples_and_answers(samples)]
         return [
@@ -114,12 +117,16 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         return None if self.step_values_from is None else self._step_samples_and_answers(samples)
 
     def _step_samples_and_answers(self, samples: Sequence[Any]) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-        """Each prompt with the answer of the sample before it (the first prompt with the last answer); that answer."""
+        """Each prompt with an answer of `get_step_samples`; that answer."""
         encoded = [self._encoded(sample) for sample in samples]
+        answers = []
+        for tokens in encoded:
+            start = _answer_start(tokens)
+            answers.append((list(tokens.input_ids[start:]), list(tokens.loss_mask[start:])))
         joined = []
-        for tokens, previous in zip(encoded, [*encoded[-1:], *encoded[:-1]], strict=True):
-            start = _answer_start(previous)
-            ids, mask = list(previous.input_ids[start:]), list(previous.loss_mask[start:])
+        for index, (tokens, own) in enumerate(zip(encoded, answers, strict=True)):
+            before = (answers[index - distance] for distance in range(1, len(answers)))  # the first ones from the end
+            ids, mask = next((answer for answer in before if answer[0] != own[0]), own)
             step_sample = {"label": True, ENCODED: self._joined(tokens, ids, mask)}
             joined.append((step_sample, {"answer_ids": torch.tensor(ids), "answer_mask": torch.tensor(mask)}))
         return joined
@@ -129,7 +136,8 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         ids = prompt_of.input_ids[:first] + answer_ids
         mask = [0] * first + answer_mask
         kept = self.seq_length + 1 if self.flow_config.truncation == "refuse" else len(ids)
-        return replace(prompt_of, input_ids=ids[:kept], loss_mask=mask[:kept])
+        weight = 0.0 if answer_ids == list(prompt_of.input_ids[first:]) else prompt_of.weight
+        return replace(prompt_of, input_ids=ids[:kept], loss_mask=mask[:kept], weight=weight)
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
         """The base class's fields and `token_weights`."""
@@ -138,6 +146,10 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
     def get_loss_weight(self, loss_inputs: Mapping[str, Tensor]) -> float:
         """Sum of the weights of the micro-batch's samples, each 1 by default."""
         return float(loss_inputs["sample_weights"].sum())
+
+    def has_loss(self, loss_inputs: Mapping[str, Tensor]) -> bool:
+        """Whether a token has a loss; truncation may remove the answers."""
+        return bool(loss_inputs["token_weights"].any())
 
     def calculate_step_values(
         self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor | None
@@ -148,9 +160,10 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
         return {"ratios": ratios, "weights": loss_inputs["sample_weights"]}
 
     def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`kl`: the mean of the log-ratios, at least 0."""
+        """`kl`: the mean of the log-ratios, at least 0; 0 without any."""
         weights = values["weights"]
-        return {"kl": (weighted(values["ratios"], weights).sum() / weights.sum()).clamp(min=0)}
+        total, least = weights.sum(), torch.finfo(weights.dtype).tiny
+        return {"kl": (weighted(values["ratios"], weights).sum() / total.clamp(min=least)).clamp(min=0)}
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         """This rank's share of the weighted sum over samples. The metrics are means over the desirable (`chosen`) or

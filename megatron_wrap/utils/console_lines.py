@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -36,9 +37,18 @@ class ConsoleLines:
         self._changing: set[str] = set()
         """Metrics that have been another number than 0."""
 
-    def step(self, metrics: Mapping[str, float]) -> str:
+    def step(self, metrics: Mapping[str, float], is_trained: bool = True) -> str:
         """One line with the metrics of a step, such as
-        `iteration 12/100 | loss 5.1234 | grad_norm 1.02 | lr 3.0e-4 | 512 ms | 12.3k tokens/s`."""
+        `iteration 12/100 | loss 5.1234 | grad_norm 1.02 | lr 3.0e-4 | 512 ms | 12.3k tokens/s`.
+
+        Args:
+            is_trained: False: no token of the step had a loss, so its means over such tokens are nan; the line has
+                `no token trained` instead of them.
+        """
+        if not is_trained:
+            known = {name: value for name, value in metrics.items() if not math.isnan(value)}
+            iteration, *rest = self.step(known).split(" | ")
+            return " | ".join([iteration, "no token trained", *rest])
         if self._chosen is not None:
             return self._line(metrics, _matching(self._chosen, metrics))
         names = self._worth_showing(metrics)

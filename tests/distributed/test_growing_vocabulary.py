@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,44 +26,53 @@ def folder_of(tmp_path_factory):
     return bridge.made_once(tmp_path_factory, _write_tokenizer)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(folder: Path, entries: int = bridge.VOCAB) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<eos>": 0, **{f"w{number}": number for number in range(1, bridge.VOCAB)}}
+    words = {"<eos>": 0, **{f"w{number}": number for number in range(1, entries)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
 
 
-def _resized(folder: Path) -> Any:
-    """transformers' model with as many entries more."""
+def _resized(folder: Path, entries: int = bridge.VOCAB) -> Any:
+    """transformers' model with as many entries more than its tokenizer."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.resize_token_embeddings(bridge.VOCAB + len(NEW), mean_resizing=True)
+    model.resize_token_embeddings(entries)
+    model.resize_token_embeddings(entries + len(NEW), mean_resizing=True)
     return model
 
 
-@pytest.mark.parametrize(("family", "count"), [("llama", 1), ("llama3.2-tied", 1), ("llama", 4)])
-def test_rows_are_those_of_transformers_and_the_export_has_them(family, count, folder_of, ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "count", "spare"), [("llama", 1, 0), ("llama3.2-tied", 1, 0), ("llama3.2-tied", 4, 2), ("llama", 4, 2)]
+)
+def test_rows_are_those_of_transformers_and_the_export_has_them(family, count, spare, folder_of, ranks, tmp_path):
+    """spare: rows of the folder that belong to no token of its tokenizer, whose new tokens take them first."""
     folder = folder_of(family)[0]
+    if spare:
+        folder = shutil.copytree(folder, tmp_path / "spare")
+        _write_tokenizer(folder, bridge.VOCAB - spare)
+    first, rows = bridge.VOCAB - spare, bridge.VOCAB + len(NEW) - spare
     layout = TP2_PP2 if count == 4 else ()
     ranks(count).run(runs.grow_and_export, str(folder), NEW, layout, str(tmp_path))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").convert_tokens_to_ids(NEW) == [301, 302, 303]
+    new = [first, first + 1, first + 2]
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").convert_tokens_to_ids(NEW) == new
     ours, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] | info["unexpected_keys"]
-    theirs = _resized(folder)
-    assert ours.config.vocab_size == theirs.config.vocab_size == 304
+    theirs = _resized(folder, first)  # without the rows of no token, over which it would average as well
+    assert ours.config.vocab_size == theirs.config.vocab_size == rows
     for layer in ("get_input_embeddings", "get_output_embeddings"):
         weight, expected = (getattr(model, layer)().weight.detach() for model in (ours, theirs))
-        assert torch.equal(weight[:301], expected[:301])
-        assert torch.equal(weight[301], weight[303])
-        assert torch.allclose(weight[301], expected[:301].mean(0), atol=1e-7)
+        assert torch.equal(weight[:first], expected[:first])
+        assert torch.equal(weight[new[0]], weight[new[2]])
+        assert torch.allclose(weight[first], expected[:first].mean(0), atol=1e-7)
         # theirs add noise of 3e-5 of the rows' deviation
-        assert (weight[301:] - expected[301:]).abs().max() < 2e-4 * expected[:301].std()
+        assert (weight[first:] - expected[first:]).abs().max() < 2e-4 * expected[:first].std()
 
 
 def test_an_adapter_trains_the_grown_rows_and_peft_loads_them(folder_of, ranks, tmp_path):

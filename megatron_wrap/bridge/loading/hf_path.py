@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_wrap.bridge.loading.hub import local_folder
 from megatron_wrap.bridge.loading.weight_folder import PICKLE_FILES, WEIGHT_FILES, WeightFolder
@@ -12,7 +14,9 @@ from megatron_wrap.bridge.mapping.value_model import family_of_model
 from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_generation_config, read_hugging_face_config
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.errors import CheckpointError, UnsupportedModel
+from megatron_wrap.data.chat.new_tokens import NewTokens, new_tokens
+from megatron_wrap.data.chat.tokenizer import load_tokenizer, run_tokenizer
+from megatron_wrap.errors import CheckpointError, DataError, UnsupportedModel
 
 
 def check_hugging_face(config: RunConfig) -> None:
@@ -55,6 +59,26 @@ def starting_weights(config: RunConfig) -> WeightFolder | None:
     except CheckpointError as error:
         raise CheckpointError(f"{HF_PATH}: {error}") from error
     return weights
+
+
+def tokens_new_to_folder(config: RunConfig, tokenizer: Any, vocab_size: int) -> NewTokens | None:
+    """The tokens of the run's tokenizer that the model of `hf_path` was not trained with: those that the folder's own
+    tokenizer does not have (`data.tokenizer` without new_tokens if it has none that can be loaded), also where the
+    model has rows for them. Opens no connection.
+
+    Args:
+        tokenizer: of the run, or None.
+        vocab_size: of the run's model, without padding.
+    """
+    num_rows = None if config.model_provider.hf_path is None else folder_arch(config).vocab_size
+    if tokenizer is None or num_rows is None:
+        return None
+    folder, original = read_hugging_face_config(str(config.model_provider.hf_path)), None
+    if folder.has_tokenizer:
+        with contextlib.suppress(DataError):
+            original = load_tokenizer(folder.folder)
+    original = original or run_tokenizer(replace(config.data, new_tokens=()))
+    return new_tokens(tokenizer, original, num_rows, vocab_size)
 
 
 def folder_arch(config: RunConfig) -> ArchConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.bridge.mapping.model_parameters import BLOCK_BYTES, blocks, local_pieces, mapped_parameters, view_of
 from megatron_wrap.bridge.mapping.tensors import Piece, Region
 from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.data.chat.new_tokens import NewTokens
 from megatron_wrap.model.fp8_parameters import writable
-from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.parallel.collectives import reduce_in_place
+from megatron_wrap.parallel.state import Axis, ParallelState
 from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 READERS = 8
@@ -151,33 +153,25 @@ def _as_one(views: list[Tensor]) -> Tensor | None:
 
 
 @torch.no_grad()
-def fill_new_rows(
-    chunk: torch.nn.Module, arch: ArchConfig, vocab_size: int, folder: WeightFolder, parallel: ParallelState
-) -> None:
-    """Set the rows of embedding and output layer that the folder's model lacks to the mean of its rows, in fp32.
+def fill_new_rows(weights: Iterable[Tensor], tokens: NewTokens, tp: Axis) -> None:
+    """Set the rows of new tokens to the mean of the rows of the others, summed in fp64. Collective over tensor-parallel
+    ranks.
 
     transformers' `resize_token_embeddings` adds to the mean a random number whose covariance is 1e-9 times that of the
     rows (`mean_resizing`, modeling_utils.py), 3e-5 of their deviation; without it all layouts start equal.
 
     Args:
-        arch: with the folder's vocabulary.
-        vocab_size: of the model, without padding.
+        weights: this rank's shards of embedding and output layer, [V/tp, hidden_size].
     """
-    old = arch.vocab_size
-    if old is None or vocab_size <= old:
-        return
-    for name, parameter, mapping in mapped_parameters(chunk, folder.family, replace(arch, vocab_size=vocab_size)):
-        if not mapping.padded:
-            continue
-        for piece in local_pieces(name, parameter, mapping, parallel):
-            (first, last), columns = piece.region
-            if last > old:
-                rows = ((max(first, old), last), columns)
-                view_of(parameter, piece, rows).copy_(_mean_row(folder, piece.name, old, columns))
+    for weight in weights:
+        new, trained = (_local_rows(ids, weight, tp.rank) for ids in (tokens.ids, tokens.trained))
+        total = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+        for rows in trained.split(max(1, BLOCK_BYTES // (total.element_size() * weight.shape[1]))):
+            total += weight[rows].double().sum(0)
+        reduce_in_place(total, "sum", tp.group)
+        weight[new] = (total / len(tokens.trained)).to(weight.dtype)
 
 
-def _mean_row(folder: WeightFolder, name: str, rows: int, columns: tuple[int, int]) -> torch.Tensor:
-    """The mean of a tensor's rows, [columns]."""
-    parts = blocks(((0, rows), columns), torch.float32.itemsize)
-    total = sum(folder.read(name, block).double().sum(0) for block in parts)
-    return (torch.as_tensor(total) / rows).float()
+def _local_rows(ids: Sequence[int], weight: Tensor, rank: int) -> Tensor:
+    local = torch.tensor(ids, device=weight.device) - rank * len(weight)
+    return local[(local >= 0) & (local < len(weight))]

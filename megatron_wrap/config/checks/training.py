@@ -42,6 +42,7 @@ def _check_batches(config: RunConfig) -> None:
             f"{neighbours(final, micro)}",
         )
     _check_token_budgets(config)
+    _check_pairing(config)
     if train.rampup_batch_size is None:
         return
     # Megatron-Core's num_microbatches_calculator.py divides by the number of increments
@@ -58,6 +59,21 @@ def _check_batches(config: RunConfig) -> None:
         )
     if start % micro or increment % micro:
         refuse(config, key, f"start {start} and increment {increment} must be multiples of micro_batch_size {micro}")
+
+
+def _check_pairing(config: RunConfig) -> None:
+    """trl's KTOTrainer refuses a batch of one sample as well."""
+    train = config.train
+    smallest = min([train.global_batch_size, *(train.rampup_batch_size or ())[:1]])
+    if config.flow.flow_key != "gpt_kto" or config.flow.options.get("loss_type", "kto") != "kto" or smallest > 1:
+        return
+    if train.global_batch_tokens is None:
+        refuse(
+            config,
+            ["train.global_batch_size" if train.global_batch_size == smallest else "train.rampup_batch_size"],
+            f"gpt_kto estimates a KL divergence from each prompt with the answer of another sample of the step, and a "
+            f"step of {smallest} has none; set it to at least 2, or megatron_wrap.flow.loss_type: apo_zero_unpaired",
+        )
 
 
 def _check_token_budgets(config: RunConfig) -> None:

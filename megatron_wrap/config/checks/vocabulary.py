@@ -2,9 +2,7 @@
 
 from collections.abc import Sized
 
-from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import ConfigError
 
 _MUCH_SMALLER = 0.75
@@ -21,27 +19,6 @@ def small_tokenizer(arch: ArchConfig, tokenizer: Sized | None) -> str | None:
         f"the tokenizer has {len(tokenizer):,} entries and the model {arch.vocab_size:,}: is it the model's tokenizer? "
         "For a new model set megatron_lm.model.arch.vocab_size: null, which takes the tokenizer's size"
     )
-
-
-def grown_vocabulary(config: RunConfig, vocab_size: int) -> str | None:
-    """A warning if the tokenizer has more entries than the model of hf_path, which then grows.
-
-    Raises:
-        ConfigError: the run is to be compared with the model of the folder.
-    """
-    old = config.arch.vocab_size
-    if old is None or vocab_size <= old:
-        return None
-    if config.model_provider.verify_hf:
-        refuse(config, ["model_provider.verify_hf"], "the model of the folder has a smaller vocabulary; write false")
-    text = (
-        f"the tokenizer has {vocab_size:,} entries and the model of model_provider.hf_path {old:,}: embedding and "
-        f"output layer grow by {vocab_size - old:,} rows, the mean of the others"
-    )
-    adapter = config.adapter
-    if adapter.adapter_type != "none" and not adapter.modules_to_save:
-        text += "; megatron_wrap.adapter.modules_to_save: [embed_tokens, lm_head] also trains them"
-    return text
 
 
 def model_vocab_size(arch: ArchConfig, tokenizer: Sized | None, hf_path: str | None = None) -> int:

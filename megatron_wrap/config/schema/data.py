@@ -46,8 +46,8 @@ class DataConfig:
     tokenizer: str | None = None
     """Hugging Face tokenizer folder; null: the tokenizer of model_provider.hf_path, if any."""
     new_tokens: tuple[str, ...] = ()
-    """Texts that the tokenizer gets as tokens. If it then has more entries than the model of hf_path, embedding and
-    output layer grow by as many rows, the mean of the others, and exports contain the grown tokenizer."""
+    """Texts that the tokenizer gets as tokens. Their rows of embedding and output layer begin as the mean of the
+    others, and are added where the model of hf_path has none for them; exports contain the grown tokenizer."""
     split: str | None = None
     """indexed: shares of the documents of each prefix for training, validation and test, such as 949,50,1; null: all
     documents of train are for training, and validation has its own prefixes."""

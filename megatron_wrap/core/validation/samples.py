@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ from megatron_wrap.config.checks.vocabulary import model_vocab_size, small_token
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.core.validation.candidate import Candidate, Note
+from megatron_wrap.core.validation.setup import new_tokens_warning
+from megatron_wrap.data.chat.pairs import are_equal_answers
 from megatron_wrap.data.sources.rows import converted
 from megatron_wrap.errors import DataError, Mistakes
 from megatron_wrap.metrics.number_format import counted
@@ -25,6 +27,7 @@ _FIRST_ROWS = 16
 """Rows of each source that are rendered."""
 _LISTED = 3
 """Rows of each source that are listed with their mistake."""
+_LOOK = "megatron-wrap inspect-data shows which tokens of the data are trained: look for answers, or for truncation"
 
 
 def check_data(candidate: Candidate) -> Iterator[Note]:
@@ -96,7 +99,7 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
     mock_samples = derived.mock_samples(config.data)
     first = [] if mock_samples is None else [of_training(sample) for sample in NumberedSamples(mock_samples)[:2]]
     training = {source.path for source in derived.training_sources(config)}
-    mistakes = Mistakes()
+    mistakes, num_rows, num_untrained = Mistakes(), 0, 0
     for source in _sources(config):
         if source.kind == "hub":
             continue
@@ -106,20 +109,28 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
             prepared, bad = _rendered(
                 candidate, source, of_training if source.path in training else flow.prepare_sample
             )
-            first += prepared if source.path in training else []
+            untrained = _num_untrained(flow, prepared, config.train.seed)
+            if source.path in training:
+                first += prepared
+                num_rows, num_untrained = num_rows + len(prepared), num_untrained + untrained
             for mistake in bad[:_LISTED] if config.data.on_bad_sample == "error" else ():
                 mistakes.add(mistake)
             yield from _describe(candidate, source, flow, prepared, bad)
+            yield from _describe_losses(source, prepared, untrained)
     yield from (Note(warning, is_warning=True) for warning in dropped_by_template(config, candidate.tokenizer))
     with mistakes.collected():
         try_flow(flow, first, config.train.seed)
+    if 0 < num_rows == num_untrained:
+        mistakes.add(DataError(f"none of the first {counted(num_rows, 'row')} has a trained token; {_LOOK}"))
     mistakes.raise_first()
 
 
-def data_warnings(config: RunConfig, tokenizer: Any) -> Iterator[str]:
-    """What a run warns about before its first step: a tokenizer much smaller than the model's vocabulary, and parts of
-    messages that the chat template drops. Reads files only."""
-    yield from filter(None, [small_tokenizer(config.arch, tokenizer)])
+def data_warnings(config: RunConfig, tokenizer: Any, vocab_size: int) -> Iterator[str]:
+    """What a run warns about before its first step: a tokenizer much smaller than the model's vocabulary, tokens that
+    are new to the weights, and parts of messages that the chat template drops. Reads files only."""
+    yield from filter(
+        None, [small_tokenizer(config.arch, tokenizer), new_tokens_warning(config, tokenizer, vocab_size)]
+    )
     yield from dropped_by_template(config, tokenizer)
 
 
@@ -187,6 +198,31 @@ def _describe(
         lengths = [sum(sample_lengths(flow, sample, candidate.config.train.seed)) for sample in prepared]
         span = f"{min(lengths)} to {counted(max(lengths), 'token')}"
         yield Note(f"{source.path}: {counted(len(prepared), 'row')} rendered, {span} each")
+
+
+def _num_untrained(flow: MegatronWrapTrainingFlowBase, prepared: Sequence[Any], seed: int) -> int:
+    """How many prepared samples have no loss after truncation."""
+    from megatron_wrap.engine.batches.micro_batch import collate
+
+    count = 0
+    with contextlib.suppress(Exception):  # `try_flow` reports it
+        for sample in prepared:
+            count += not collate(flow, [sample], seed).is_trained
+    return count
+
+
+def _describe_losses(source: SourceConfig, prepared: Sequence[Any], untrained: int) -> Iterator[Note]:
+    """Warnings about first rows of a source that teach nothing."""
+    from megatron_wrap.flow.shared.text import ENCODED
+
+    of = f"of the first {counted(len(prepared), 'row')}"
+    if untrained:
+        yield Note(f"{source.path}: {untrained} {of} have no trained token; {_LOOK}", is_warning=True)
+    encoded = [sample[ENCODED] for sample in prepared if isinstance(sample, Mapping) and ENCODED in sample]
+    equal = sum(isinstance(sequences, tuple) and are_equal_answers(sequences) for sequences in encoded)
+    if equal:
+        text = f"{source.path}: {equal} {of} have equal answers, which express no preference; remove them"
+        yield Note(text, is_warning=True)
 
 
 def _rows_of(candidate: Candidate, source: SourceConfig) -> str:

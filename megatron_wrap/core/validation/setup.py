@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.vocabulary import grown_vocabulary, model_vocab_size, small_tokenizer
+from megatron_wrap.config.checks.located_errors import refuse
+from megatron_wrap.config.checks.vocabulary import model_vocab_size, small_tokenizer
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.validation.candidate import Candidate, Note
 from megatron_wrap.metrics.number_format import counted
+
+if TYPE_CHECKING:
+    from megatron_wrap.data.chat.new_tokens import NewTokens
 
 
 def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
@@ -19,7 +24,12 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
         DataError: the tokenizer cannot be loaded, or does not fit indexed files or a prompt. ConfigError: it has more
             entries than the model. CheckpointError: the checkpoint has another vocabulary.
     """
-    from megatron_wrap.checkpoint.precheck import check_saved_vocabulary, starting_checkpoint
+    from megatron_wrap.checkpoint.precheck import (
+        check_saved_vocabulary,
+        refuse_new_tokens,
+        starting_checkpoint,
+        tokens_new_to_checkpoint,
+    )
     from megatron_wrap.data.chat.prompts import prompt_token_ids
     from megatron_wrap.data.chat.tokenizer import run_tokenizer
     from megatron_wrap.data.indexed.windows import check_tokens
@@ -30,11 +40,15 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
     if warning := small_tokenizer(config.arch, candidate.tokenizer):
         yield Note(warning, is_warning=True)
     candidate.vocab_size = size = model_vocab_size(config.arch, candidate.tokenizer, config.model_provider.hf_path)
-    if warning := grown_vocabulary(config, size):
-        yield Note(warning, is_warning=True)
     start = starting_checkpoint(config)
     if start is not None:
         check_saved_vocabulary(start.path, size)
+        if start.resumes or not config.train.finetune:
+            refuse_new_tokens(start.path, tokens_new_to_checkpoint(start.path, config, size))
+    if warning := new_tokens_warning(config, candidate.tokenizer, size):
+        if config.model_provider.verify_hf:
+            refuse(config, ["model_provider.verify_hf"], f"{warning}; write false")
+        yield Note(warning, is_warning=True)
     if derived.is_indexed(config.data) and not candidate.unreadable:
         check_tokens(config, candidate.tokenizer)
     for prompt in config.train.sample_prompts or ():
@@ -43,6 +57,61 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
     padded = padded_vocab_size(size, config.arch.make_vocab_size_divisible_by, tensor)
     entries = "no tokenizer" if candidate.tokenizer is None else counted(len(candidate.tokenizer), "entry")
     yield Note(f"{entries}; the model's vocabulary is {size:,}, padded to {padded:,}")
+
+
+def new_tokens_warning(config: RunConfig, tokenizer: Any, vocab_size: int) -> str | None:
+    """A warning if the weights that the run starts from were not trained with some of its tokens: their rows get the
+    mean of the others', and whether they stay frozen. Reads files only."""
+    from megatron_wrap.bridge.loading.hf_path import folder_arch, tokens_new_to_folder
+    from megatron_wrap.checkpoint.precheck import starting_checkpoint, tokens_new_to_checkpoint
+
+    start, added = starting_checkpoint(config), 0
+    if start is not None:
+        weights, tokens = str(start.path), tokens_new_to_checkpoint(start.path, config, vocab_size)
+    else:
+        weights, tokens = "model_provider.hf_path", tokens_new_to_folder(config, tokenizer, vocab_size)
+        added = 0 if tokens is None else vocab_size - (folder_arch(config).vocab_size or vocab_size)
+    if tokens is None:
+        return None
+    grows = f", of which {added:,} are added," if added > 0 else ""
+    text = (
+        f"the model of {weights} was not trained with {counted(len(tokens.ids), 'token')} of the tokenizer "
+        f"({tokens.listed}): the rows in embedding and output layer{grows} begin as the mean of the others"
+    )
+    frozen = _frozen_rows(config, tokens, vocab_size)
+    if not frozen:
+        return text
+    if config.adapter.adapter_type == "none":
+        return (
+            f"{text}; those of {' and '.join(frozen)} stay frozen by megatron_lm.train.common.freeze: remove it there"
+        )
+    return (
+        f"{text}; those of {' and '.join(frozen)} stay frozen, and an exported adapter does not contain them: train "
+        f"them by megatron_wrap.adapter.modules_to_save: [{', '.join(frozen)}], or these rows alone by "
+        "trainable_token_indices"
+    )
+
+
+def _frozen_rows(config: RunConfig, tokens: NewTokens, vocab_size: int) -> list[str]:
+    """Hugging Face's names of the vocabulary's layers whose rows of new tokens would not be trained."""
+    from megatron_wrap.bridge.export.export_format import export_format
+    from megatron_wrap.bridge.export.frozen import frozen_names, hugging_face_names
+    from megatron_wrap.bridge.mapping.adapter_targets import saved_parameters
+    from megatron_wrap.bridge.mapping.token_rows import trained_rows
+
+    named = hugging_face_names(config)
+    if named is None:
+        return []
+    hf_format = export_format(config, vocab_size)
+    table = hf_format.family.parameters(hf_format.arch)
+    if config.adapter.adapter_type != "none":
+        rows = trained_rows(table, config.adapter)
+        trained = {*saved_parameters(table, config.adapter), *(name for name in rows if {*tokens.ids} <= {*rows[name]})}
+        frozen = table.keys() - trained
+    else:
+        frozen = frozen_names(config, named) if config.train.freeze else set()
+    tensors = [named[name][0] for name, mapping in table.items() if mapping.padded and name in frozen]
+    return [tensor.split(".")[-2] for tensor in tensors]
 
 
 def check_platform(candidate: Candidate) -> Iterator[Note]:

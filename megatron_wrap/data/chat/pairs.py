@@ -14,6 +14,12 @@ PAIR_KEYS = (
 )
 
 
+def are_equal_answers(sequences: Sequence[Any]) -> bool:
+    """Whether the sequences of a sample are a pair with the same tokens, whose loss has no gradient in most losses on
+    pairs."""
+    return len(sequences) == 2 and list(sequences[0].input_ids) == list(sequences[1].input_ids)
+
+
 def encode_pair(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[ChatTokens, ChatTokens]:
     """Tokens of the prompt with the chosen and with the rejected answer; the loss mask selects the answer.
 

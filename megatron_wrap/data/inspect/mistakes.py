@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.data.chat.dropped_parts import compact, conversations, dropped_parts
+from megatron_wrap.data.chat.pairs import are_equal_answers
 from megatron_wrap.data.chat.spans import possible_end_ids
 
 
@@ -32,6 +33,9 @@ MISTAKES: Mapping[str, Mistake] = {
     ),
     "nothing_trained": Mistake(
         "no token is trained", "the sample costs time and teaches nothing: look for its answer, or for truncation"
+    ),
+    "equal_answers": Mistake(
+        "the chosen and the rejected answer are the same", "the pair expresses no preference: remove it"
     ),
     "everything_trained": Mistake(
         "every token of a conversation is trained",
@@ -121,6 +125,8 @@ class Checks:
         if all("trained" not in tokens.kinds for tokens in sequences):
             no_weight = isinstance(sample, Mapping) and sample.get("weight") == 0
             mistakes.add("weight_zero" if no_weight else "nothing_trained")
+        if are_equal_answers(sequences):
+            mistakes.add("equal_answers")
         if isinstance(sample, Mapping):
             if not self._all_trained and "messages" in sample and all(map(_all_trained, sequences)):
                 mistakes.add("everything_trained")

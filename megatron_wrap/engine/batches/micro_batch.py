@@ -54,10 +54,17 @@ class MicroBatch:
     """False for a filler, which lets a replica without samples take part in the collectives; it adds 0 to all sums."""
     has_explicit_weight: bool = True
     """False if the flow's `get_loss_weight` returns None; the micro-batch then has the default weight 1."""
+    has_loss: bool = True
+    """The flow's `has_loss`, of the full micro-batch."""
     sample_indices: tuple[int, ...] = ()
     """Indices of its samples in the global batch; () for a filler."""
     sample_facts: tuple[Any, ...] = ()
     """The flow's `get_sample_facts` of each sample; () for a filler."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its loss has a weight and can have a gradient."""
+        return self.has_loss and any(self.weights.values())
 
     @property
     def num_rows(self) -> int:
@@ -145,6 +152,7 @@ def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: in
         seqdims=seqdims,
         pad_values=pad_values,
         has_explicit_weight=weight is not None,
+        has_loss=bool(flow.has_loss(loss_inputs)),
         sample_facts=tuple(map(flow.get_sample_facts, samples)) if flow.step_values_from else (),
     )
     return _with_predictions(flow, collated_by_flow)
@@ -208,11 +216,8 @@ class StepCounts:
     """Tokens without padding."""
     squared_lengths: float
     """Sum over sequences of their squared length, for the FLOPs of attention."""
-
-    @property
-    def has_weight(self) -> bool:
-        """Whether any loss term has a weight above 0; the same on every rank."""
-        return any(self.weights.values())
+    is_trained: bool
+    """Whether a micro-batch is trained; else the step is skipped. The same on every rank."""
 
 
 def count_step(
@@ -229,5 +234,6 @@ def count_step(
     numbers = [sum(micro_batch.weights[term] for micro_batch in counted) for term in terms]
     numbers.append(sum(int(micro_batch.lengths.sum()) for micro_batch in counted))
     numbers.append(sum(float((micro_batch.lengths.double() ** 2).sum()) for micro_batch in counted))
-    *weights, tokens, squares = all_reduce_values(numbers, group, torch.device("cpu"))
-    return StepCounts(dict(zip(terms, weights, strict=True)), round(tokens), squares)
+    numbers.append(sum(micro_batch.is_trained for micro_batch in counted))
+    *weights, tokens, squares, trained = all_reduce_values(numbers, group, torch.device("cpu"))
+    return StepCounts(dict(zip(terms, weights, strict=True)), round(tokens), squares, trained > 0)

@@ -140,8 +140,6 @@ class MetricReduction:
 
     def _metric_kinds(self, sums: MetricSums, kind: str) -> dict[str, str]:
         if kind not in self._known:
-            if not any(gather_objects(bool(sums.kinds))):  # a skipped step: no rank has called the loss function yet
-                return {}
             everywhere: dict[str, str] = {}
             for of_rank in gather_objects(sums.kinds):
                 everywhere |= of_rank

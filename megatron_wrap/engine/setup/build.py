@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from megatron_wrap.bridge.loading.hf_path import folder_arch, starting_weights
+from megatron_wrap.bridge.loading.hf_path import folder_arch, starting_weights, tokens_new_to_folder
 from megatron_wrap.bridge.loading.load_weights import fill_new_rows, load_weights
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
+from megatron_wrap.bridge.mapping.model_parameters import mapped_parameters
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.defaults import FP8_GATHER_FROM
 from megatron_wrap.config.schema import derived
@@ -47,6 +48,7 @@ from megatron_wrap.model.provider import MegatronModelProviderEntry
 from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.model.transformer_config import experts_impl, same_named, transformer_config, use_transformer_engine
 from megatron_wrap.model.vocabulary_padding import padded_vocab_size
+from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.platform.base.machine import megatron_core_version
@@ -86,9 +88,7 @@ def build_training_state(
     weight_folder = starting_weights(config) if from_hugging_face or derived.saves_adapter_alone(config) else None
     start_user_buffers(config, platform, model_config)
     deferred = defers_logits(config, platform, parallel, vocab_size)
-    bare = build_chunks(
-        config, platform, parallel, model_config, vocab_size, weight_folder=weight_folder, defer_logits=deferred
-    )
+    bare = build_chunks(config, platform, parallel, model_config, vocab_size, tokenizer, True, weight_folder, deferred)
     _warn_of_unread(weight_folder if from_hugging_face else None, config)
     if config.adapter.adapter_type != "none":
         adapt_chunks(config, parallel, bare, vocab_size, from_hugging_face)
@@ -241,13 +241,15 @@ def build_chunks(
     parallel: ParallelState,
     model_config: TransformerConfig,
     vocab_size: int,
+    tokenizer: Any,
     new_weights: bool = True,
     weight_folder: WeightFolder | None = None,
     defer_logits: bool = False,
 ) -> list[torch.nn.Module]:
-    """This process's model chunks; in half precision each is wrapped in Megatron-Core's Float16Module.
+    """This process's model chunks; in half precision each is wrapped in Megatron-Core's Float16Module. Collective.
 
     Args:
+        tokenizer: of the run, or None; rows of tokens that are new to `weight_folder` are the mean of the others'.
         new_weights: set initial weights; False leaves the weights unset.
         weight_folder: a Hugging Face folder, whose weights are loaded instead of the initial ones.
         defer_logits: see `ModelRequest.defers_logits`.
@@ -284,10 +286,25 @@ def build_chunks(
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)
         if weight_folder is not None:  # after Float16Module, which also converts the buffers that must stay fp32
-            arch = folder_arch(config)
-            load_weights(chunk, arch, weight_folder, parallel)
-            fill_new_rows(chunk, arch, vocab_size, weight_folder, parallel)
+            _load_folder(chunk, config, weight_folder, tokenizer, vocab_size, parallel)
     return chunks
+
+
+def _load_folder(
+    chunk: torch.nn.Module,
+    config: RunConfig,
+    folder: WeightFolder,
+    tokenizer: Any,
+    vocab_size: int,
+    parallel: ParallelState,
+) -> None:
+    arch = folder_arch(config)
+    load_weights(chunk, arch, folder, parallel)
+    # on one rank, because a node's cache of the hub may lack the folder's tokenizer
+    tokens = on_rank_0(lambda: tokens_new_to_folder(config, tokenizer, vocab_size))
+    if tokens is not None:
+        mapped = mapped_parameters(chunk, folder.family, arch)
+        fill_new_rows([weight for _, weight, mapping in mapped if mapping.padded], tokens, parallel.tp)
 
 
 def _built(config: RunConfig, provider: Callable[[ModelRequest], torch.nn.Module], request: ModelRequest) -> Any:

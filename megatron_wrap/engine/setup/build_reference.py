@@ -33,7 +33,9 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
     model_config = transformer_config(config, platform, training=False)
     weight_folder = starting_weights(config) if settings.source == "hf_path" else None
     deferred = defers_logits(config, platform, parallel, vocab_size, trained=False)
-    chunks = build_chunks(config, platform, parallel, model_config, vocab_size, False, weight_folder, deferred)
+    chunks = build_chunks(
+        config, platform, parallel, model_config, vocab_size, tokenizer, False, weight_folder, deferred
+    )
     for chunk in chunks:
         chunk.eval().requires_grad_(False)
     half = config.dtype.bf16 or config.dtype.fp16

@@ -192,3 +192,5 @@ class StepReport:
     """Names of the metrics that the flow reports."""
     stop_requested: bool = False
     """A process knows of a request to end the run."""
+    is_trained: bool = True
+    """A token of the step had a loss."""

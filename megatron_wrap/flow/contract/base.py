@@ -225,6 +225,12 @@ class MegatronWrapTrainingFlowBase(ABC):
         None without a `loss_mask`, which is valid only with the older two-value return."""
         return float(loss_inputs["loss_mask"].sum()) if "loss_mask" in loss_inputs else None
 
+    def has_loss(self, loss_inputs: Mapping[str, Tensor]) -> bool:
+        """Whether the loss of this micro-batch can have a gradient; default: True, so only its weight counts. A flow
+        whose weight counts sequences or a constant also defines this: a step without any such micro-batch is skipped as
+        one of weight 0 is, without an update, whose momentum and decay would change the weights all the same."""
+        return True
+
     def get_loss_coefficients(self) -> dict[str, float]:
         """Coefficient of each named term; the default is 1."""
         return {}

@@ -211,3 +211,110 @@ def test_a_wrong_weight_table_is_found_although_the_round_trip_is_exact(folder):
     assert verdict.first_difference is not None
     assert verdict.first_difference.startswith("layer 0 ")
     assert "layer 0" in next(line for line in verdict.table().splitlines() if line.endswith("DIFFERS"))
+
+
+# ---- tokens that are new to the weights ----
+
+NEW = ("<a>", "<b>")
+TRAIN, KEY = "megatron_lm.train.common", "megatron_wrap.data.new_tokens"
+
+
+@pytest.fixture
+def spare(folder: Path) -> Path:
+    """The folder with a tokenizer of 33 tokens; its last 4 rows, of no token, are 0."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            layer.weight[33:] = 0
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"</s>": 0, **{f"w{index}": index for index in range(1, 33)}}, "</s>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+def rows(wrap: MegatronWrap) -> dict[str, Any]:
+    """Embedding and output layer by Hugging Face's names."""
+    named = {name: tensor.clone() for name, tensor in wrap.export_weights()}
+    return {name: named[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+
+
+def begun(folder: Path, tokens: tuple[str, ...], *overrides: str) -> MegatronWrap:
+    wrap = started(folder, f"{KEY}={json.dumps(tokens)}", *overrides)
+    wrap.setup_model_and_optimizer()
+    return wrap
+
+
+def test_new_tokens_take_rows_of_no_token_which_a_resumed_run_does_not_begin_again(spare, capfd):
+    """Only the first new rows are set; those of a checkpoint whose run did not have the token, too."""
+    import torch
+
+    with begun(spare, NEW, f"{TRAIN}.save=saved") as wrap:
+        for weight in rows(wrap).values():
+            expected = weight[:33].mean(0)
+            assert torch.allclose(weight[33], expected, atol=1e-7)
+            assert torch.equal(weight[33], weight[34])
+            assert not weight[35:].any()
+        wrap.train([{"input_ids": [1, 33, 2, 34], "loss_mask": [1] * 4}] * 4)
+        wrap.save()
+        trained = rows(wrap)
+    assert "was not trained with 2 tokens of the tokenizer (ids 33 to 34)" in capfd.readouterr().err
+    with begun(spare, NEW, f"{TRAIN}.save=saved") as wrap:
+        assert all(torch.equal(weight, trained[name]) for name, weight in rows(wrap).items())
+    assert "was not trained" not in capfd.readouterr().err
+    with begun(spare, (*NEW, "<c>"), f"{TRAIN}.load=saved", f"{TRAIN}.finetune=true") as wrap:
+        for name, weight in rows(wrap).items():
+            assert torch.equal(weight[:35], trained[name][:35])
+            assert torch.allclose(weight[35], trained[name][:35].mean(0), atol=1e-7)
+        wrap.train([{"input_ids": [1, 35, 2, 34], "loss_mask": [1] * 4}] * 4)  # from the optimizer's copy of the rows
+        assert all((weight[35] - trained[name][:35].mean(0)).abs().max() < 0.02 for name, weight in rows(wrap).items())
+    for keys in ((f"{TRAIN}.save=saved",), (f"{TRAIN}.load=saved",)):
+        with pytest.raises(CheckpointError, match=r"was saved without id 35 of this run's tokenizer"):
+            begun(spare, (*NEW, "<c>"), *keys)
+
+
+def test_a_tokenizer_with_more_tokens_than_that_of_the_folder_has_new_ones(spare, tmp_path):
+    """Named as data.tokenizer, and not again where the folder's own tokenizer has them: an export of such a run."""
+    import torch
+
+    with begun(spare, NEW) as wrap:
+        wrap.save_pretrained(tmp_path / "exported")
+        mean = {name: weight[33] for name, weight in rows(wrap).items()}
+    with started(spare, f"megatron_wrap.data.tokenizer={tmp_path}/exported") as wrap:
+        wrap.setup_model()
+        assert all(torch.equal(weight[34], mean[name]) for name, weight in rows(wrap).items())
+    exported = tmp_path / "exported"
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(exported / "model.safetensors")
+    weights["lm_head.weight"][33] = weights["model.embed_tokens.weight"][33] = 7.0
+    save_file(weights, exported / "model.safetensors", metadata={"format": "pt"})
+    with started(exported, f"megatron_wrap.data.tokenizer={spare}", f"{KEY}={json.dumps(NEW)}") as wrap:
+        wrap.setup_model()
+        assert all((weight[33] == 7.0).all() for weight in rows(wrap).values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "frozen"),
+    [
+        ({}, "those of embed_tokens and lm_head stay frozen"),
+        ({"modules_to_save": ["embed_tokens"]}, "those of lm_head stay frozen"),
+        ({"trainable_token_indices": [33]}, "those of embed_tokens and lm_head stay frozen"),
+        ({"trainable_token_indices": {"embed_tokens": [33, 34], "lm_head": [34, 33]}}, None),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, None),
+    ],
+)
+def test_check_reports_new_rows_that_an_adapter_leaves_frozen(spare, capsys, keys, frozen):
+    Path("hf.yaml").write_text(RUN)
+    adapter = {"__select__": "lora", **keys}
+    overrides = [f"megatron_wrap.adapter.{key}={json.dumps(value)}" for key, value in adapter.items()]
+    hf_path = f"megatron_wrap.model_provider.hf_path={spare}"
+    assert main(["check", "hf.yaml", hf_path, f"{KEY}={json.dumps(NEW)}", *overrides]) == 0
+    shown = capsys.readouterr().out
+    assert "(ids 33 to 34)" in shown
+    assert ("stay frozen" in shown) == (frozen is not None)
+    assert frozen is None or frozen in shown

@@ -133,6 +133,10 @@ def test_what_is_refused_together(write_run: Write, case: dict[str, Any]) -> Non
         ["arch.vocab_size=null", "data.tokenizer=folder"],
         ["train.sample_prompts=[It was, Once]", "data.tokenizer=folder"],
         ["train.sample_prompts=[[{role: user, content: Hello}], Once]", "data.tokenizer=folder"],
+        [
+            *("flow.__select__=gpt_kto", "data.__select__=none", "arch.vocab_size=60"),
+            *("train.micro_batch_size=1", "train.global_batch_size=1", "flow.loss_type=apo_zero_unpaired"),
+        ],
         ["train.eval_interval=5"],  # the caller gives wrap.evaluate its samples
     ],
     ids=lambda overrides: overrides[-1],

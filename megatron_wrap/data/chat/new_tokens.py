@@ -1,0 +1,42 @@
+"""Tokens of a run's tokenizer that the weights it starts from were never trained with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens whose rows of embedding and output layer begin as the mean of the others'."""
+
+    ids: tuple[int, ...]
+    """Of the new tokens, ascending."""
+    trained: tuple[int, ...]
+    """Ids of the tokens whose rows the mean is taken of, ascending."""
+
+    @property
+    def listed(self) -> str:
+        """The new ids as text."""
+        first, last, count = self.ids[0], self.ids[-1], len(self.ids)
+        if count == 1:
+            return f"id {first}"
+        return f"ids {first} to {last}" if last - first == count - 1 else f"{count:,} ids from {first} to {last}"
+
+
+def new_tokens(tokenizer: Any, original: Any, num_rows: int, vocab_size: int) -> NewTokens | None:
+    """The tokens that are new to weights; None if there are none. A row that belongs to no token is left as it is.
+
+    Args:
+        tokenizer: of the run.
+        original: that of the weights; None: not known, and all of their rows were trained.
+        num_rows: of the weights, without padding; a published model often has more than its tokenizer has tokens.
+        vocab_size: of the run's model, at least num_rows.
+    """
+    unknown: set[int] = set()
+    trained = set(range(num_rows))
+    if original is not None and (original is not tokenizer or vocab_size > num_rows):
+        known = set(original.get_vocab().values())
+        unknown, trained = set(tokenizer.get_vocab().values()) - known, trained & known
+    ids = (unknown | set(range(num_rows, vocab_size))) & set(range(vocab_size))
+    return NewTokens(tuple(sorted(ids)), tuple(sorted(trained))) if ids else None
