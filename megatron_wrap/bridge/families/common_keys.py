@@ -117,13 +117,25 @@ def every_nth(layers: Sequence[int]) -> int | None:
     return interval
 
 
-def need(config: Mapping[str, Any], key: str) -> Any:
-    """A required value of config.json.
+def need(config: Mapping[str, Any], *names: str) -> Any:
+    """A required value of config.json, under the first of these names that it has.
 
     Raises:
         UnsupportedModel: it is missing.
     """
-    if config.get(key) is None:
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    raise UnsupportedModel(f"{' or '.join(names)} is missing")
+
+
+def need_or_null(config: Mapping[str, Any], key: str) -> Any:
+    """A value of config.json that may be null. transformers' classes have other defaults where it is missing.
+
+    Raises:
+        UnsupportedModel: it is missing.
+    """
+    if key not in config:
         raise UnsupportedModel(f"{key} is missing")
     return config[key]
 
@@ -139,7 +151,7 @@ def layers_of_kind(config: Mapping[str, Any], key: str, kinds: tuple[str, str], 
     """
     layers = config.get(key) or default
     if len(layers) != len(default) or set(layers) - set(kinds):
-        raise UnsupportedModel(f"{key} must be {kinds[0]} or {kinds[1]} for each of the {len(default)} layers")
+        raise UnsupportedModel(f"{key} must be {kinds[0]} or {kinds[1]} for each of num_hidden_layers {len(default)}")
     return [int(kind == kinds[0]) for kind in layers]
 
 
@@ -158,6 +170,9 @@ def refuse_unless(config: Mapping[str, Any], **expected: Any) -> None:
 def decoder_values(config: Mapping[str, Any], *, tied: bool, act: Iterable[str] = ("silu",)) -> dict[str, Any]:
     """Architecture keys from the config.json keys that all Llama-like families share.
 
+    A key that changes the model's function and that config.json omits has the default of most of transformers' classes;
+    a family whose class has another one adds it to `config` (tests/unit/bridge/families/test_missing_keys.py).
+
     Args:
         tied: the family's default of tie_word_embeddings.
         act: supported values of hidden_act.
@@ -171,7 +186,7 @@ def decoder_values(config: Mapping[str, Any], *, tied: bool, act: Iterable[str] 
         "hidden_size": hidden,
         "ffn_hidden_size": need(config, "intermediate_size"),
         "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "num_query_groups": need_or_null(config, "num_key_value_heads") or heads,
         "kv_channels": config.get("head_dim") or hidden // heads,
         "vocab_size": need(config, "vocab_size"),
         "max_position_embeddings": need(config, "max_position_embeddings"),
@@ -207,23 +222,25 @@ def experts_of_all_layers(config: Mapping[str, Any], values: Mapping[str, Any]) 
 
 
 def rope_parameters(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Kind and parameters of the rotary embedding, from `rope_parameters` (transformers 5) or `rope_scaling`."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    """Kind and parameters of the rotary embedding, from `rope_scaling` or `rope_parameters` (transformers 5, which
+    reads the former where a file has both)."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return rope.get("rope_type", rope.get("type", "default")), rope
 
 
 def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary embedding keys from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier)."""
     kind, rope = rope_parameters(config)
-    base = rope.get("rope_theta", config.get("rope_theta"))
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    either = {"rope_theta": 10000.0, **config, **rope}
+    share = either.get("partial_rotary_factor")
     values: dict[str, Any] = {
-        "rotary_base": 10000.0 if base is None else float(base),
+        "rotary_base": float(need(either, "rope_theta")),
         "rotary_percent": 1.0 if share is None else float(share),
     }
     if kind == "llama3":
+        rope = {"original_max_position_embeddings": config.get("max_position_embeddings"), **rope}
         for key, fixed in LLAMA3_SCALING.items():
-            if float(rope.get(key, fixed)) != float(fixed):
+            if float(need(rope, key)) != float(fixed):
                 raise UnsupportedModel(f"rope {key} is {rope[key]}, and Megatron-Core fixes it at {fixed}")
         return {**values, "use_rope_scaling": True, "rope_scaling_factor": float(need(rope, "factor"))}
     if kind == "linear":

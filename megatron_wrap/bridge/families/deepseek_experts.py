@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.common_keys import ROUTER, need, refuse_unless
+from megatron_wrap.bridge.families.common_keys import ROUTER, need, need_or_null, refuse_unless
 from megatron_wrap.config.schema.derived import moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
@@ -14,9 +14,9 @@ from megatron_wrap.errors import UnsupportedModel
 
 def expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Architecture keys of the experts, with the router of `ROUTER` except for its number of choices."""
-    first_dense = config.get("first_k_dense_replace", 0)
-    width, shared = need(config, "moe_intermediate_size"), config.get("n_shared_experts") or 0
-    scaling = float(config.get("routed_scaling_factor", 1.0))
+    first_dense = need(config, "first_k_dense_replace")
+    width, shared = need(config, "moe_intermediate_size"), need_or_null(config, "n_shared_experts") or 0
+    scaling = float(need(config, "routed_scaling_factor"))
     return {
         **ROUTER,
         "num_experts": need(config, "n_routed_experts"),
@@ -55,7 +55,7 @@ def sigmoid_router_values(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
     }
-    if (config.get("n_group") or 1) > 1:
+    if (need_or_null(config, "n_group") or 1) > 1:
         values |= {
             "moe_router_num_groups": config["n_group"],
             "moe_router_group_topk": need(config, "topk_group"),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.families import common_keys, llama
-from megatron_wrap.bridge.families.common_keys import Sizes, Table, need, refuse_unless
+from megatron_wrap.bridge.families.common_keys import Sizes, Table, need, need_or_null, refuse_unless
 from megatron_wrap.bridge.families.deepseek_experts import expert_config, expert_values
 from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.family import Family
@@ -18,15 +18,20 @@ from megatron_wrap.errors import UnsupportedModel
 
 LATENT_NORM_EPSILON = 1e-6
 """Epsilon of the latent vectors' norms, a constant in transformers (modeling_deepseek_v2.py, kv_a_layernorm)."""
+_DEFAULTS: Mapping[str, Any] = {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
+"""transformers' (configuration_deepseek_v2.py)."""
+_REPLACED = ("rope_scaling", "partial_rotary_factor", "head_dim", "num_key_value_heads")
+"""Keys of `decoder_values` that have no effect: the head sizes are those of latent attention, of which
+`qk_rope_head_dim` is rotated as a whole."""
 
 
 def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """All architecture keys except the router's."""
     refuse_unless(config, attention_bias=False, mlp_bias=False, moe_layer_freq=1)
     kind, rope = common_keys.rope_parameters(config)
-    plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters", "head_dim")}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    values = common_keys.decoder_values({**plain, "rope_theta": theta}, tied=False)
+    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    plain = {**config, **dict.fromkeys(_REPLACED), "rope_parameters": theta}
+    values = common_keys.decoder_values(plain, tied=False)
     del values["kv_channels"]  # replaced by the head sizes below
     return {
         **values,
@@ -35,7 +40,7 @@ def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_groups": values["num_attention_heads"],
         "multi_latent_attention": True,
         "qk_layernorm": True,
-        "q_lora_rank": config.get("q_lora_rank"),
+        "q_lora_rank": need_or_null(config, "q_lora_rank"),
         "kv_lora_rank": need(config, "kv_lora_rank"),
         "qk_head_dim": need(config, "qk_nope_head_dim"),
         "qk_pos_emb_head_dim": need(config, "qk_rope_head_dim"),
@@ -117,7 +122,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
             "moe_router_group_topk": need(config, "topk_group"),
             "moe_router_group_score_experts": 1,
         }
-    return {**latent_values(config), "moe_router_pre_softmax": True, **groups}
+    return {**latent_values({**_DEFAULTS, **config}), "moe_router_pre_softmax": True, **groups}
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:

@@ -16,8 +16,12 @@ from megatron_wrap.bridge.families.prediction_layers import (
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 
+_DEFAULTS: Mapping[str, Any] = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+"""transformers' (configuration_deepseek_v3.py)."""
+
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    config = {**_DEFAULTS, **config}
     refuse_unless(config, rope_interleave=True)
     return {**latent_values(config), **sigmoid_router_values(config)}
 

@@ -4,7 +4,7 @@ have a base of their own (transformers/models/gemma3)."""
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_wrap.bridge.families.common_keys import refuse_unless
+from megatron_wrap.bridge.families.common_keys import need, refuse_unless
 from megatron_wrap.bridge.families.gemma_layers import gemma_config, gemma_table, gemma_values
 from megatron_wrap.bridge.families.mistral import SLIDING, layer_windows, layer_windows_config
 from megatron_wrap.bridge.families.rope_by_kind import rope_of_kinds, rope_of_kinds_config, window_rope_values
@@ -16,8 +16,8 @@ _DEFAULTS: Mapping[str, Any] = {"vocab_size": 262208, "max_position_embeddings":
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unless(config, attn_logit_softcapping=None, final_logit_softcapping=None)
-    config = {"sliding_window": 4096, **config}
-    whole, window = rope_of_kinds(config, base=1e6, window_base=config.get("rope_local_base_freq") or 1e4)
+    config = {"sliding_window": 4096, "rope_local_base_freq": 1e4, **config}
+    whole, window = rope_of_kinds(config, base=1e6, window_base=need(config, "rope_local_base_freq"))
     values = gemma_values({**config, "rope_scaling": None, "rope_parameters": whole}, _DEFAULTS)
     windows = layer_windows(config, values["num_layers"], full_every=config.get("sliding_window_pattern") or 6)
     values |= {"qk_layernorm": True, **windows}

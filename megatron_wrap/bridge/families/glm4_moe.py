@@ -18,12 +18,19 @@ from megatron_wrap.bridge.families.deepseek_experts import (
 from megatron_wrap.bridge.families.prediction_layers import prediction_table
 from megatron_wrap.config.schema.model import ArchConfig
 
+_DEFAULTS: Mapping[str, Any] = {
+    **{"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0},
+    **{"n_group": 1, "topk_group": 1},
+}
+"""transformers' (configuration_glm4_moe.py)."""
+
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    values = common_keys.decoder_values({"partial_rotary_factor": 0.5, **config}, tied=False)  # transformers' default
+    config = {**_DEFAULTS, **config}
+    values = common_keys.decoder_values(config, tied=False)
     return {
         **values,
-        **expert_values({"first_k_dense_replace": 1, **config}, values["num_layers"]),
+        **expert_values(config, values["num_layers"]),
         **sigmoid_router_values(config),
         "add_qkv_bias": bool(config.get("attention_bias", False)),
         "qk_layernorm": bool(config.get("use_qk_norm", False)),

@@ -8,9 +8,13 @@ from megatron_wrap.bridge.families import deepseek_v3
 from megatron_wrap.bridge.families.common_keys import layers_of_kind
 from megatron_wrap.config.schema.model import ArchConfig
 
+_DEFAULTS: Mapping[str, Any] = {"routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1}
+"""transformers' (configuration_glm4_moe_lite.py)."""
+
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    values = deepseek_v3.FAMILY.arch_values({"first_k_dense_replace": 1, **config})  # transformers' default
+    # without mlp_layer_types the first layer is dense in transformers, which does not read first_k_dense_replace
+    values = deepseek_v3.FAMILY.arch_values({**_DEFAULTS, **config, "first_k_dense_replace": 1})
     if not config.get("mlp_layer_types"):
         return values
     kinds = layers_of_kind(config, "mlp_layer_types", ("sparse", "dense"), ["sparse"] * values["num_layers"])

@@ -35,7 +35,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unless(config, attention_bias=True, swiglu_alpha=_ALPHA)
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
         config = {**config, "rope_scaling": _DEFAULT_ROPE}
-    experts = config.get("num_experts") or config.get("num_local_experts")  # transformers 5 also reads num_experts
+    experts = common_keys.need(config, "num_experts", "num_local_experts")  # transformers 5 also reads num_experts
     config = {**_DEFAULTS, **config, "num_local_experts": experts}
     values = common_keys.decoder_values(config, tied=False)
     return {

@@ -20,7 +20,8 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(
             f"attention_bias is {biases} and mlp_bias is {not biases}, but Megatron-Core has biases in both or neither"
         )
-    return {**decoder_values(config, tied=False), "add_bias_linear": biases}
+    values = decoder_values({"num_key_value_heads": None, **config}, tied=False)  # transformers' default
+    return {**values, "add_bias_linear": biases}
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:

@@ -19,6 +19,8 @@ _DEFAULT_ROPE: Mapping[str, Any] = {
     **{"rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
 }
 """transformers' (configuration_mistral4.py)."""
+_DEFAULTS: Mapping[str, Any] = {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
+"""The same, of other keys."""
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +29,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
         config = {**config, "rope_scaling": _DEFAULT_ROPE}
     return {
-        **latent_values(config),
+        **latent_values({**_DEFAULTS, **config}),
         **query_scaling_values(config),
         # the softmax over all experts, divided by the sum of the chosen, is a softmax over the chosen ones
         "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
@@ -42,6 +44,8 @@ def _config_values(arch: ArchConfig) -> dict[str, Any]:
         **{"n_group": 1, "topk_group": 1},
         "norm_topk_prob": not arch.moe_router_pre_softmax,
         "rope_interleave": True,
+        # transformers has the sum of both as head_dim, and adds this share to its own form of rope_parameters alone
+        "partial_rotary_factor": arch.qk_pos_emb_head_dim / (arch.qk_head_dim + arch.qk_pos_emb_head_dim),
         "pad_token_id": None,
     }
 

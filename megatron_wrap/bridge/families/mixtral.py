@@ -13,7 +13,7 @@ from megatron_wrap.config.schema.model import ArchConfig
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unless(config, router_jitter_noise=0.0)
-    values = common_keys.decoder_values(config, tied=False)
+    values = common_keys.decoder_values({"rope_theta": 1000000.0, **config}, tied=False)  # transformers' default
     return {
         **values,
         **common_keys.experts_of_all_layers(config, values),

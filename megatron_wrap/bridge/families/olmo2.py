@@ -15,7 +15,9 @@ NORMS: Mapping[str, Any] = {"norm_placement": "after", "qk_layernorm": True, "qk
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unless(config, attention_bias=False)
-    return {**common_keys.decoder_values({"rms_norm_eps": 1e-5, **config}, tied=False), **NORMS}
+    # transformers' defaults
+    values = common_keys.decoder_values({"num_key_value_heads": None, "rms_norm_eps": 1e-5, **config}, tied=False)
+    return {**values, **NORMS}
 
 
 def _config_values(arch: ArchConfig) -> dict[str, Any]:

@@ -16,9 +16,12 @@ from megatron_wrap.errors import UnsupportedModel
 
 LONG = ("longrope", "su", "yarn")
 """Names of LongRoPE in config.json; the last two are those of earlier releases (Phi3Config)."""
+_DEFAULTS: Mapping[str, Any] = {"num_key_value_heads": None, "original_max_position_embeddings": 4096}
+"""transformers' (configuration_phi3.py)."""
 
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    config = {**_DEFAULTS, **config}
     kind, rope = common_keys.rope_parameters(config)
     plain = config
     if kind in LONG:
@@ -30,8 +33,9 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _longrope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of LongRoPE (modeling_rope_utils.py, _compute_longrope_parameters)."""
-    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings", 4096)
+    """Keys of LongRoPE (modeling_rope_utils.py, _compute_longrope_parameters; standardize_rope_params replaces the
+    rotary parameters' own original_max_position_embeddings)."""
+    original = need(config, "original_max_position_embeddings")
     factor = rope.get("factor") or need(config, "max_position_embeddings") / original
     attention = rope.get("attention_factor")
     if attention is None:

@@ -17,7 +17,7 @@ def qwen_experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     return {
         **ROUTER,
         # transformers 5 writes num_local_experts
-        "num_experts": config.get("num_local_experts") or need(config, "num_experts"),
+        "num_experts": need(config, "num_local_experts", "num_experts"),
         "moe_layer_freq": [int(layer not in dense and (layer + 1) % step == 0) for layer in range(num_layers)],
         "moe_ffn_hidden_size": need(config, "moe_intermediate_size"),
         "moe_router_topk": need(config, "num_experts_per_tok"),

@@ -15,20 +15,18 @@ from megatron_wrap.errors import UnsupportedModel
 def rope_of_kinds(
     config: Mapping[str, Any], *, base: float, window_base: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rotary parameters of layers without and with a window, from `rope_parameters` by kind (transformers 5), or
-    those of layers without one from `rope_theta` and `rope_scaling` (earlier).
+    """The rotary parameters of layers without and with a window, from `rope_parameters` by kind (transformers 5), and
+    those of layers without one also from `rope_theta` and `rope_scaling` (earlier).
 
     Args:
         base, window_base: of the frequencies, where config.json has none.
     """
     by_kind = config.get("rope_parameters") or {}
-    if not by_kind:
-        whole = {"rope_theta": config.get("rope_theta") or base, **(config.get("rope_scaling") or {})}
-        return whole, {"rope_theta": window_base}
     if set(by_kind) - {FULL, SLIDING}:
         raise UnsupportedModel(f"rope_parameters must have {FULL} and {SLIDING}, not {', '.join(by_kind)}")
-    whole, window = (by_kind.get(kind) or {} for kind in (FULL, SLIDING))
-    return {"rope_theta": base, **whole}, {"rope_theta": window_base, **window}
+    whole, window = (by_kind.get(kind) or {"rope_type": "default"} for kind in (FULL, SLIDING))
+    whole = {"rope_theta": config.get("rope_theta", base), **whole, **(config.get("rope_scaling") or {})}
+    return whole, {"rope_theta": window_base, **window}
 
 
 def window_rope_values(values: Mapping[str, Any], window: Mapping[str, Any]) -> dict[str, Any]:

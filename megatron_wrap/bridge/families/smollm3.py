@@ -11,10 +11,13 @@ from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
+_DEFAULTS: Mapping[str, Any] = {"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True}
+"""transformers' (configuration_smollm3.py)."""
+
 
 def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     refuse_windows(config)
-    values = llama.FAMILY.arch_values({"tie_word_embeddings": True, **config})
+    values = llama.FAMILY.arch_values({**_DEFAULTS, **config})
     layers, interval = values["num_layers"], config.get("no_rope_layer_interval", 4)
     rotary = config.get("no_rope_layers")  # 1: the layer has rotary positions
     if rotary is None:

@@ -84,7 +84,8 @@ def test_a_tokenizer_beside_it_is_the_default(run, tmp_path):
 
 def test_transformers_5_says_rope_in_another_key(run):
     rope = {"rope_type": "llama3", "rope_theta": 7.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    arch = run(rope_theta="absent", rope_parameters={**rope, "original_max_position_embeddings": 8192}).arch
+    rope["original_max_position_embeddings"] = 8192
+    arch = run(rope_theta="absent", rope_parameters=rope).arch
     assert (arch.rotary_base, arch.use_rope_scaling, arch.rope_scaling_factor) == (7.0, True, 32.0)
     before = run(rope_scaling={key: value for key, value in rope.items() if key != "rope_theta"}).arch
     assert (before.rotary_base, before.use_rope_scaling, before.rope_scaling_factor) == (5000.0, True, 32.0)
