@@ -1,9 +1,9 @@
 """A key that config.json omits has the default of transformers' configuration class, or is refused by its name.
 
 Each key of each family's config.json is removed in turn, those of the rotary parameters in both forms. The reference is
-what transformers' class makes of the rest. Kimi K2 has no class there: its reference is `DeepseekV3Config`, the class of its
-exports, whose defaults are those of the configuration_deepseek.py published with DeepSeek V3. The model_type of Moonlight
-is deepseek_v3.
+what transformers' class makes of the rest. Kimi K2 has no class there: its reference is `DeepseekV3Config`, that of
+its exports, whose defaults are those of the configuration_deepseek.py published with DeepSeek V3. Moonlight's type is
+deepseek_v3.
 """
 
 from __future__ import annotations
