@@ -232,7 +232,7 @@ def _first_failure(
     watch: ProcessWatch | None,
 ) -> int:
     """The rank that left without an error, since the others' errors follow from that; else the one whose error was
-    recorded first; else torchrun's first failure."""
+    recorded first; else torchrun's first failure that its agent did not cause."""
     errors = {rank: each.time for rank in failed if (each := records.ending(rank)) is not None and each.message}
     if watch is not None and watch.first_end is not None:
         rank, at = watch.first_end
@@ -241,4 +241,5 @@ def _first_failure(
             return rank
     if errors:
         return min(errors, key=lambda rank: errors[rank])
-    return min(failed, key=lambda rank: failures[rank].timestamp if rank in failures else 0)
+    by_themselves = [rank for rank, code in failed.items() if code != -signal.SIGTERM]
+    return min(by_themselves or failed, key=lambda rank: failures[rank].timestamp if rank in failures else 0)

@@ -24,7 +24,8 @@ from megatron_wrap.platform.base.machine import how_it_ended, process_state
 
 FAILURE = "failure.json"
 """Name of the report in the output folder."""
-_TICK_SECONDS = 1.0
+_TICK_SECONDS, _START_TICK_SECONDS = 1.0, 0.1
+"""Between two looks; the second until all processes are known."""
 
 
 class ProcessWatch:
@@ -123,7 +124,8 @@ class ProcessWatch:
         before, finished_seconds = time.monotonic(), 0.0
         with contextlib.closing(ends):
             while True:
-                failed = next((end for end in ends.wait(_TICK_SECONDS) if self._has_failed(*end)), None)
+                seconds = _TICK_SECONDS if ends.num_known == len(self._ranks) else _START_TICK_SECONDS
+                failed = next((end for end in ends.wait(seconds) if self._has_failed(*end)), None)
                 if failed is not None and self._stopped is None:
                     self._failed_first(*failed)
                 if failed is not None or ends.is_closed:
@@ -226,6 +228,11 @@ class _Ends:
         self._known: set[int] = set()
         self._ended: list[tuple[int, int | None]] = []
         self.is_closed = False
+
+    @property
+    def num_known(self) -> int:
+        """Processes that were added."""
+        return len(self._known)
 
     def add(self, rank: int, process: int) -> None:
         """Wait for the end of this process as well."""
