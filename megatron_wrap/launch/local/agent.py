@@ -22,7 +22,7 @@ from megatron_wrap.launch.local.nodes import Nodes
 from megatron_wrap.launch.local.rendezvous import BACKEND, register_rendezvous
 from megatron_wrap.launch.local.signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
 from megatron_wrap.launch.watch.process_watch import FAILURE, ProcessWatch, cause_of
-from megatron_wrap.launch.watch.records import ENDS, ProcessRecords
+from megatron_wrap.launch.watch.records import ENDS, Ending, ProcessRecords
 from megatron_wrap.parallel import rank_log
 from megatron_wrap.parallel.watch import flight_recorder
 from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER
@@ -215,14 +215,20 @@ def _exit_code(
         return 2
     sentence = f"rank {rank} {cause_of(code)}"
     if watch is not None:
-        errors = {of: ending for of in failed if (ending := records.ending(of)) is not None}
-        message = errors[rank].message if rank in errors else ""
-        sentence = watch.failed(failed, rank, message, {of: ending.traceback for of, ending in errors.items()})
+        errors = {of: _error(records.ending(of), failures.get(of)) for of in failed}
+        sentence = watch.failed(failed, rank, errors[rank][0], {of: text for of, (_, text) in errors.items()})
     if logs is not None and rank != 0:  # the console has those of rank 0
         sys.stderr.write(rank_log.summary(logs, rank))
     where = "messages of the processes are above" if logs is None else f"{logs} has the messages of each rank"
     sys.stderr.write(f"error: {sentence}; {where}\n")
     return 1 if code < 0 or (code in ENDS and not records.has_own_exit_code(rank)) else code
+
+
+def _error(ending: Ending | None, failure: ProcessFailure | None) -> tuple[str, str]:
+    """Message and traceback of a process's error, as `exit_on_user_error` or torch's `record` has left it."""
+    if ending is not None or failure is None or not isinstance(failure.message, dict):
+        return ("", "") if ending is None else (ending.message, ending.traceback)
+    return str(failure.message.get("message", "")), str(failure.message.get("extraInfo", {}).get("py_callstack", ""))
 
 
 def _first_failure(

@@ -78,8 +78,11 @@ class ProcessRecords:
 
     def ending(self, rank: int) -> Ending | None:
         """What a process recorded about its end; None: nothing."""
+        file = self._folder / ENDING.format(rank)
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return Ending(**json.loads((self._folder / ENDING.format(rank)).read_text(encoding="utf-8")))
+            if file.is_symlink():
+                return Ending(json.loads(os.readlink(file)), "", "", file.lstat().st_mtime)
+            return Ending(**json.loads(file.read_text(encoding="utf-8")))
         return None
 
     def accounts_for(self, rank: int, exit_code: int | None) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 LAUNCHER_FOLDER = "MEGATRON_WRAP_LAUNCHER_FOLDER"
 """Environment variable: folder in which the program that started this node's processes and they leave files."""
 ENDING = "rank_{}.end"
-"""Name of a rank's record there."""
+"""Name of a rank's record there; on a full disk a link to nowhere, whose target is the exit code alone."""
 
 
 def record_end(exit_code: int | None, message: str = "", traceback: str = "") -> None:
@@ -30,5 +30,9 @@ def record_end(exit_code: int | None, message: str = "", traceback: str = "") ->
     content = {"exit_code": exit_code, "message": message, "traceback": traceback, "time": time.time()}
     part = file.with_suffix(".end-part")
     with contextlib.suppress(OSError):
-        part.write_text(json.dumps(content), encoding="utf-8")
+        try:
+            part.write_text(json.dumps(content), encoding="utf-8")
+        except OSError:
+            part.unlink(missing_ok=True)
+            part.symlink_to(json.dumps(exit_code))  # needs no block of the disk
         part.rename(file)

@@ -24,6 +24,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 COLLECTIVES_REQUEST = "collectives"
 """While the launcher's folder has a file of this name, each process writes once what its flight recorder has."""
 _SECONDS, _REQUEST_SECONDS = 1.0, 0.2
+_JSON = {False: "false", True: "true"}
 _DIGITS, _STATE_BYTES = 18, 256
 """Of the progress, and of what follows it in the file."""
 
@@ -40,7 +41,7 @@ class Heartbeat:
 
     def __init__(self, folder: Path, rank: int, where: Callable[[], tuple[int | None, str]]) -> None:
         self._folder, self._rank, self._where, self._process = folder, rank, where, os.getpid()
-        self._ends = threading.Event()
+        self._ends, self._closed = threading.Event(), _JSON[False]
         facts = {"rank": rank, "process": self._process, "host": socket.gethostname()}
         head = f'{json.dumps(facts)[:-1]}, "progress": '.encode()
         self._progress = slice(len(head), len(head) + _DIGITS)
@@ -70,6 +71,7 @@ class Heartbeat:
         """End the thread; the last state stays. A second call does nothing."""
         if not self._ends.is_set():
             self._ends.set()
+            self._closed = _JSON[True]
             listeners.remove(self._show)
             self._show()
 
@@ -79,9 +81,9 @@ class Heartbeat:
 
     def _state_text(self) -> bytes:
         iteration, phase = self._where()
-        state = f'"iteration": {"null" if iteration is None else iteration}, "phase": "{phase}"'
-        inside, closed = ("true" if value else "false" for value in (is_inside(), self._ends.is_set()))
-        return f', {state}, "inside": {inside}, "closed": {closed}}}'.ljust(_STATE_BYTES).encode()
+        number, inside = "null" if iteration is None else iteration, _JSON[is_inside()]
+        state = f', "iteration": {number}, "phase": "{phase}", "inside": {inside}, "closed": {self._closed}}}'
+        return state.ljust(_STATE_BYTES).encode()
 
     def _progress_text(self) -> bytes:
         return f"{num_changes():{_DIGITS}}".encode()
