@@ -163,3 +163,10 @@ class ProcessError(TrainingError):
     continue the run."""
 
     exit_code = 1
+
+
+class ExitInRun(ProcessError):
+    """What a run calls, such as a flow, has called sys.exit: in the setup, a step, an evaluation or a save."""
+
+    requested = 1
+    """The exit code of that call."""

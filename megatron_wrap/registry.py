@@ -77,6 +77,11 @@ class Registry(Generic[T]):
             raise ConfigError(
                 f"{self.kind} {path!r}: module {module_name!r} was not found; check that its folder is on PYTHONPATH"
             ) from error
+        except SystemExit as end:
+            raise ConfigError(
+                f"{self.kind} {path!r}: module {module_name!r} calls sys.exit({end.code or 0}) when it is imported; "
+                "move what it runs as a program below `if __name__ == '__main__':`"
+            ) from end
         try:
             return getattr(module, attribute)
         except AttributeError as error:

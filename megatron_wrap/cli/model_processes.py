@@ -58,7 +58,7 @@ def run_on_processes(use: UseOfModel, arguments: argparse.Namespace) -> int:
     config = read_model(arguments.source, arguments.overrides, nodes.world_size)
     check_layout(config, nodes.world_size)
     words = [json.dumps(vars(arguments)), str(nodes.world_size)]
-    return launch_processes(nodes, [*python_call(run_process, use), *words], config)
+    return launch_processes(nodes, [*python_call(run_process, use), *words], config, own_exit_codes=False)
 
 
 def run_process(use: UseOfModel, arguments: str, num_processes: str) -> None:

@@ -135,7 +135,7 @@ class RunTraining:
         if self._state.config.train.save:
             self._save()
             self._checkpoints.wait()
-        stop.fulfilled()
+        stop.fulfilled(reason.exit_code)
         if self._state.parallel.world.rank == 0:
             print(self._checkpoints.ended(reason.text), file=sys.stderr, flush=True)  # noqa: T201
         gather_objects(None)  # a process that ends earlier lets torchrun's agent end the others

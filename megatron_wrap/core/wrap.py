@@ -21,7 +21,7 @@ from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import MegatronWrapError, TrainingError
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.metrics.phases import EVALUATION, SAVE, current_phase, doing
+from megatron_wrap.metrics.phases import EVALUATION, SAVE, SETUP, current_phase, doing
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.session import logger_session
@@ -73,7 +73,7 @@ class MegatronWrap:
         self._folders = ExitStack()
         self._interrupts: InterruptWatch | None = None
         self._heartbeat: Heartbeat | None = None
-        self._last_known: tuple[int | None, str] = None, "setup"
+        self._last_known: tuple[int | None, str] = None, SETUP
         self._adapter: str | None = "default"
 
     def __repr__(self) -> str:
@@ -171,11 +171,12 @@ class MegatronWrap:
         """
         from megatron_wrap.core.run_folders import count_start
 
-        run = self._set_up(training=True)
-        count_start(self.config, self.iteration)
-        run.begin_records(self.output_dir)
-        assert self._processes is not None
-        run.begin_stop_requests(self.output_dir, self._processes.local_rank, self._interrupts)
+        with doing(SETUP):
+            run = self._set_up(training=True)
+            count_start(self.config, self.iteration)
+            run.begin_records(self.output_dir)
+            assert self._processes is not None
+            run.begin_stop_requests(self.output_dir, self._processes.local_rank, self._interrupts)
 
     def setup_model(self) -> None:
         """Build only the model, with the weights that training would start from, to evaluate, inspect or export it.
@@ -184,7 +185,8 @@ class MegatronWrap:
         Without gradient buffers and optimizer it needs a third of the memory or less. `train` and `save` require
         `setup_model_and_optimizer`.
         """
-        self._set_up(training=False)
+        with doing(SETUP):
+            self._set_up(training=False)
 
     def _set_up(self, training: bool) -> Run:
         parallel = self._initialized()
@@ -454,7 +456,8 @@ class MegatronWrap:
         """
         from megatron_wrap.engine.evaluation import forward
 
-        return forward(self.state, samples)
+        with doing(EVALUATION):
+            return forward(self.state, samples)
 
     def generate(
         self,

@@ -17,12 +17,12 @@ from typing import NoReturn, TextIO
 
 import torch.distributed as dist
 
-from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.errors import ExitInRun, MegatronWrapError
 from megatron_wrap.parallel import rank_log
 from megatron_wrap.parallel.loopback import loopback_store
 from megatron_wrap.parallel.nodes import check_versions, this_node
+from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER, record_end
 from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, InterruptWatch, one_interrupt
-from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER
 from megatron_wrap.utils.pools.processes import end_with_parent
 
 
@@ -121,6 +121,9 @@ def exit_on_user_error() -> Iterator[None]:
     read the same configuration, and rank 0 prints. Every rank records its error for torchrun's failure summary.
 
     After Ctrl-C, rank 0 prints one sentence, and all ranks end with exit code 130.
+
+    The launcher of `megatron-wrap train` is notified of the end of the block, of an interrupt and of an error: the exit
+    code of examples/train.py counts only with this record.
     """
     with one_interrupt(), _user_errors_reported():
         try:
@@ -128,7 +131,9 @@ def exit_on_user_error() -> Iterator[None]:
         except KeyboardInterrupt as interrupt:
             if environment_rank() == 0:
                 print(str(interrupt) or "interrupted", file=sys.stderr, flush=True)  # noqa: T201
+            record_end(INTERRUPTED)
             _exit(INTERRUPTED)
+        record_end(0)
 
 
 @contextlib.contextmanager
@@ -142,10 +147,13 @@ def _user_errors_reported() -> Iterator[None]:
                 print(message, file=stream, flush=True)
         elif _is_under_torchrun():
             time.sleep(_HEAD_START_SECONDS)
-        _record_for_torchrun(message, message)
-        _exit(error.exit_code)
+        if not isinstance(error, ExitInRun):
+            _record(error.exit_code, message, message)
+            _exit(error.exit_code)
+        _record(None, message, traceback.format_exc())
+        _exit(error.requested if LAUNCHER_FOLDER in os.environ else error.exit_code)  # the launcher reports the code
     except Exception as error:
-        _record_for_torchrun(f"{type(error).__name__}: {error}", traceback.format_exc())
+        _record(1, f"{type(error).__name__}: {error}", traceback.format_exc())
         raise
 
 
@@ -172,22 +180,19 @@ def _exit(code: int) -> NoReturn:
     sys.exit(code)
 
 
-RECORDED_AT = "recorded_at"
-"""Key of the time of an error next to torchrun's timestamp, of which several ranks may have the same."""
-
-
-def _record_for_torchrun(message: str, details: str) -> None:
-    """Write an error into the file from which torchrun's agent reads the root cause; it prints `details`.
+def _record(exit_code: int | None, message: str, details: str) -> None:
+    """Record an error for `megatron-wrap train`, and for torchrun's agent in the file from which it reads the root
+    cause; it prints `details`.
 
     The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
     """
+    record_end(exit_code, message, "" if details == message else details)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     # The agent reports the earliest error, in seconds, as the root cause, and of equal ones the lowest rank. A rank
     # that the agent terminates within this second must not precede the rank that failed.
-    now = time.time()
-    facts = {"py_callstack": details, "timestamp": str(int(now) - 1), RECORDED_AT: now}
+    facts = {"py_callstack": details, "timestamp": str(int(time.time()) - 1)}
     content = {"message": {"message": message, "extraInfo": facts}}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump(content, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,35 @@ def test_a_new_flow_passes_its_test(command, tmp_path):
     ended = command("pytest", "-q", "-p", "no:cacheprovider", "flows/test_my_loss.py")
     assert ended.code == 1
     assert "= the context-parallel size" in ended.out
+
+
+LEAVING = """\
+import os, sys
+
+from megatron_wrap.flow import MegatronWrapMinimalMockFlow
+
+
+class Leaving(MegatronWrapMinimalMockFlow):
+    calls = 0
+
+    def calculate_loss(self, loss_inputs, model_forward_output):
+        Leaving.calls += 1
+        if os.environ["RANK"] == "1" and Leaving.calls == 5:
+            {leave}
+        return super().calculate_loss(loss_inputs, model_forward_output)
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("leave", "exit_code"), [("sys.exit(0)", 0), ("os._exit(75)", 75)])
+def test_a_flow_that_ends_its_process_is_a_failure_of_that_rank(command, tmp_path, leave, exit_code):
+    (tmp_path / "leaving.py").write_text(LEAVING.format(leave=leave))
+    (tmp_path / "run.yaml").write_text(RUN.replace("FLOW", "leaving:Leaving"))
+    overrides = ("megatron_lm.train.common.train_iters=8", "megatron_wrap.logger.output_dir=out")
+    ended = command("megatron_wrap.cli.main", "train", "run.yaml", "--nproc-per-node", "2", *overrides)
+    assert ended.code == 1, ended.err
+    assert "next:" not in ended.out
+    failure = json.loads((tmp_path / "out/failure.json").read_text())
+    assert (failure["rank"], failure["iteration"], failure["phase"]) == (1, 5, "forward and backward")
+    assert failure["exit_codes"]["1"] == exit_code
+    assert ended.err.splitlines()[-1].startswith(f"error: rank 1 (process {failure['process']} on ")

@@ -20,6 +20,14 @@ def test_a_missing_import_of_a_plug_in_is_not_blamed_on_its_name(
         registry.resolve("absent_package.flow:Flow")
 
 
+def test_a_module_that_ends_the_process_on_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_program.py").write_text("raise SystemExit\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry: Registry[object] = Registry("flow", "no.such.group", {})
+    with pytest.raises(ConfigError, match=r"'a_program:Flow': module 'a_program' calls sys\.exit\(0\)"):
+        registry.resolve("a_program:Flow")
+
+
 def test_an_unknown_name_suggests_the_closest() -> None:
     registry: Registry[object] = Registry("flow", "no.such.group", {"gpt_sft": "megatron_wrap.flow.sft:Flow"})
     with pytest.raises(ConfigError, match=r"'gpt_stf'; did you mean gpt_sft\?"):

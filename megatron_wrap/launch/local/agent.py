@@ -1,17 +1,18 @@
-"""Runs the processes of this node under torchrun's agent, and reports the one that failed first."""
+"""Runs the processes of this node under torchrun's agent, and reports the one that failed first, or left the run."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
+import signal
 import sys
+import tempfile
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
@@ -20,22 +21,28 @@ from megatron_wrap.errors import ProcessError
 from megatron_wrap.launch.local.nodes import Nodes
 from megatron_wrap.launch.local.rendezvous import BACKEND, register_rendezvous
 from megatron_wrap.launch.local.signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
-from megatron_wrap.launch.watch.process_watch import FAILURE, ProcessWatch
+from megatron_wrap.launch.watch.process_watch import FAILURE, ProcessWatch, cause_of
+from megatron_wrap.launch.watch.records import ENDS, Ending, ProcessRecords
 from megatron_wrap.parallel import rank_log
 from megatron_wrap.parallel.watch import flight_recorder
+from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER
 from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import this_machine
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
+_SIMULTANEOUS_SECONDS = 1.0
+"""Within which the errors of processes that lost one may be recorded before its end is noticed."""
 _INTERRUPTIBLE = """
 import signal, sys
 try:
     {statement}
 except KeyboardInterrupt:  # in the imports; later ones are reported with the run's iteration
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from megatron_wrap.parallel.watch.ending import record_end
+    record_end(130)
     sys.exit(130)
 """
 
@@ -59,8 +66,10 @@ def launch_processes(
     config: RunConfig | None,
     signals: LauncherSignals | None = None,
     seconds_to_meet: int | None = None,
+    own_exit_codes: bool = True,
 ) -> int:
-    """Runs the processes of this node under torchrun's agent; returns the exit code of the first one that failed.
+    """Runs the processes of this node under torchrun's agent; returns 0 if all have ended as a run does, else the exit
+    code of the first one that has not.
 
     Those of a run on one node listen on the loopback interface only.
 
@@ -69,6 +78,8 @@ def launch_processes(
         config: of the run; None: there is none.
         signals: entered; what a signal does. None: it ends the processes at once.
         seconds_to_meet: that node 0 waits for the others, at most; None: torch's 10 minutes.
+        own_exit_codes: the program may end where it likes with any exit code, as a user's script. False: it is within
+            `exit_on_user_error`, which records its end, and 0, 2, 75 and 130 count only with this record.
 
     Raises:
         RuntimeError: the nodes have not met.
@@ -81,36 +92,54 @@ def launch_processes(
     # the agent logs every failed process; one report is enough, and a process reports a user's error itself
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    _set_variables(nodes, config)
+    launch = _torchrun(nodes, seconds_to_meet)
+    if signals is not None and "signals_to_handle" in {field.name for field in fields(launch)}:  # torch 2.10
+        launch = replace(launch, signals_to_handle=AGENT_SIGNALS)
+    logs = None if signals is None or config is None else Path(output_dir(config), "logs")
+    watch: ProcessWatch | None = None
+    failures: Mapping[int, ProcessFailure] = {}
+    with ExitStack() as written:
+        folder = written.enter_context(_folder()) if signals is None else signals.folder
+        if signals is not None:
+            written.enter_context(flight_recorder.written_into(folder))
+        if logs is not None and config is not None:
+            written.enter_context(rank_log.written_into(logs))
+            watch = _watch(folder, nodes, config, own_exit_codes)
+            written.callback(watch.close)
+        try:
+            elastic_launch(launch, sys.executable)("-u", *program)
+        except ChildFailedError as failed:
+            failures = failed.failures
+        except RendezvousError as error:
+            raise ProcessError(
+                f"{nodes.num_nodes} nodes do not find each other at {launch.rdzv_endpoint}: "
+                f"{error.__cause__ or error}; start the run on all of them within 10 minutes, and let them reach that "
+                "port"
+            ) from error
+        except SignalException as received:
+            return 128 + received.sigval if signals is None else exit_code_of(received.sigval)
+        return _exit_code(_ranks(nodes), failures, ProcessRecords(folder, own_exit_codes), watch, logs)
+
+
+def _set_variables(nodes: Nodes, config: RunConfig | None) -> None:
+    """Those that the processes inherit, and that torch reads before a configuration."""
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
     if config is not None:
         machine = this_machine(config.init.platform)
         os.environ[CONNECTIONS] = str(cuda_connections(config, machine, os.environ.get(CONNECTIONS)).value)
-    launch = _torchrun(nodes, seconds_to_meet)
-    if signals is not None and "signals_to_handle" in {field.name for field in fields(launch)}:  # torch 2.10
-        launch = replace(launch, signals_to_handle=AGENT_SIGNALS)
-    watch = None if signals is None or config is None else _watch(signals, nodes, config)
-    logs = None if signals is None or config is None else Path(output_dir(config), "logs")
-    try:
-        with ExitStack() as written:
-            if signals is not None:
-                written.enter_context(flight_recorder.written_into(signals.folder))
-            if logs is not None:
-                written.enter_context(rank_log.written_into(logs))
-            elastic_launch(launch, sys.executable)("-u", *program)
-    except ChildFailedError as failed:
-        return _report(failed, watch, logs)
-    except RendezvousError as error:
-        raise ProcessError(
-            f"{nodes.num_nodes} nodes do not find each other at {launch.rdzv_endpoint}: {error.__cause__ or error}; "
-            "start the run on all of them within 10 minutes, and let them reach that port"
-        ) from error
-    except SignalException as signal:
-        return 128 + signal.sigval if signals is None else exit_code_of(signal.sigval)
-    finally:
-        if watch is not None:
-            watch.close()
-    return 0
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """In which the processes that are started inside leave files for this one."""
+    with tempfile.TemporaryDirectory(prefix="megatron-wrap-") as folder:
+        os.environ[LAUNCHER_FOLDER] = folder
+        try:
+            yield Path(folder)
+        finally:
+            os.environ.pop(LAUNCHER_FOLDER, None)
 
 
 def _torchrun(nodes: Nodes, seconds_to_meet: int | None) -> LaunchConfig:
@@ -145,53 +174,78 @@ def _torchrun(nodes: Nodes, seconds_to_meet: int | None) -> LaunchConfig:
     )
 
 
-def _watch(signals: LauncherSignals, nodes: Nodes, config: RunConfig) -> ProcessWatch:
+def _ranks(nodes: Nodes) -> range:
     first = nodes.node_rank * nodes.processes_per_node
+    return range(first, first + nodes.processes_per_node)
+
+
+def _watch(folder: Path, nodes: Nodes, config: RunConfig, own_exit_codes: bool) -> ProcessWatch:
     report = Path(output_dir(config), FAILURE if nodes.node_rank == 0 else f"node{nodes.node_rank}_{FAILURE}")
-    ranks = range(first, first + nodes.processes_per_node)
-    return ProcessWatch(signals.folder, ranks, report, config.init.stopped_process_seconds, nodes.num_nodes == 1)
+    seconds, is_alone = config.init.stopped_process_seconds, nodes.num_nodes == 1
+    return ProcessWatch(folder, _ranks(nodes), report, seconds, is_alone, own_exit_codes)
 
 
-def _report(failed: ChildFailedError, watch: ProcessWatch | None, logs: Path | None) -> int:
-    """Prints the last lines of the process that failed first, and which one it was; returns the exit code of the
-    command."""
-    codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-    for code in (INTERRUPTED, RESUME):  # a request, which rank 0 has reported; others may have been terminated
-        if code in codes.values():
-            return code
-    rank, failure = _first_failure(failed)
-    if failure.exitcode == 2:  # a user's error, which the process has reported
-        return 2
-    sentence = f"rank {rank} ended with exit code {failure.exitcode}"
+def _exit_code(
+    ranks: range,
+    failures: Mapping[int, ProcessFailure],
+    records: ProcessRecords,
+    watch: ProcessWatch | None,
+    logs: Path | None,
+) -> int:
+    """The exit code of the command, after the end of all processes. If one has failed, or left the run, the last lines
+    of the first one and which one it was are printed.
+
+    Args:
+        failures: of torchrun: rank -> exit code of each process that did not end with 0.
+    """
     if watch is not None:
-        errors = {of: _recorded(each.message) for of, each in failed.failures.items() if each.error_file_data}
-        sentence = watch.failed(
-            codes, rank, errors.get(rank, ("", ""))[0], {of: text for of, (_, text) in errors.items()}
-        )
+        watch.close()
+    codes = {rank: failures[rank].exitcode if rank in failures else 0 for rank in ranks}
+    if watch is not None:
+        codes |= dict.fromkeys(watch.held, 0)
+    for code in (INTERRUPTED, RESUME):  # a request, which rank 0 has reported; others may have been terminated
+        if any(codes[rank] == code and records.has_recorded(rank, code) for rank in ranks):
+            return code
+    failed = {rank: code for rank, code in codes.items() if code != 0 or not records.accounts_for(rank, code)}
+    if not failed:
+        return 0
+    rank = _first_failure(failed, failures, records, watch)
+    code = failed[rank]
+    if code == 2 and records.has_recorded(rank, code):  # a user's error, which the process has reported
+        return 2
+    sentence = f"rank {rank} {cause_of(code)}"
+    if watch is not None:
+        errors = {of: _error(records.ending(of), failures.get(of)) for of in failed}
+        sentence = watch.failed(failed, rank, errors[rank][0], {of: text for of, (_, text) in errors.items()})
     if logs is not None and rank != 0:  # the console has those of rank 0
         sys.stderr.write(rank_log.summary(logs, rank))
     where = "messages of the processes are above" if logs is None else f"{logs} has the messages of each rank"
     sys.stderr.write(f"error: {sentence}; {where}\n")
-    return failure.exitcode if 0 < failure.exitcode < 256 else 1
+    return 1 if code < 0 or (code in ENDS and not records.has_own_exit_code(rank)) else code
 
 
-def _first_failure(failed: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """Torchrun's first failure; of those in the same second the one whose error was recorded first."""
-    from megatron_wrap.parallel.launch import RECORDED_AT
-
-    first = failed.get_first_failure()
-
-    def recorded_at(failure: ProcessFailure) -> float:
-        facts: dict[str, Any] = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
-        return float(facts.get(RECORDED_AT, math.inf))
-
-    same_second = [item for item in failed.failures.items() if item[1].timestamp == first[1].timestamp]
-    return min([first, *same_second], key=lambda item: recorded_at(item[1]))
+def _error(ending: Ending | None, failure: ProcessFailure | None) -> tuple[str, str]:
+    """Message and traceback of a process's error, as `exit_on_user_error` or torch's `record` has left it."""
+    if ending is not None or failure is None or not isinstance(failure.message, dict):
+        return ("", "") if ending is None else (ending.message, ending.traceback)
+    return str(failure.message.get("message", "")), str(failure.message.get("extraInfo", {}).get("py_callstack", ""))
 
 
-def _recorded(message: Any) -> tuple[str, str]:
-    """The error and its traceback that a process has recorded for torchrun's agent (parallel/launch.py)."""
-    if not isinstance(message, dict):
-        return str(message), ""
-    text, traceback = str(message.get("message", "")), str(message.get("extraInfo", {}).get("py_callstack", ""))
-    return text, "" if traceback == text else traceback
+def _first_failure(
+    failed: Mapping[int, int],
+    failures: Mapping[int, ProcessFailure],
+    records: ProcessRecords,
+    watch: ProcessWatch | None,
+) -> int:
+    """The rank that left without an error, since the others' errors follow from that; else the one whose error was
+    recorded first; else torchrun's first failure that its agent did not cause."""
+    errors = {rank: each.time for rank in failed if (each := records.ending(rank)) is not None and each.message}
+    if watch is not None and watch.first_end is not None:
+        rank, at = watch.first_end
+        is_consequence = failed.get(rank) in (None, -signal.SIGTERM, -signal.SIGABRT)  # of torchrun's agent, of NCCL
+        if rank not in errors and not is_consequence and at < min(errors.values(), default=at) + _SIMULTANEOUS_SECONDS:
+            return rank
+    if errors:
+        return min(errors, key=lambda rank: errors[rank])
+    by_themselves = [rank for rank, code in failed.items() if code != -signal.SIGTERM]
+    return min(by_themselves or failed, key=lambda rank: failures[rank].timestamp if rank in failures else 0)

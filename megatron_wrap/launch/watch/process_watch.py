@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -18,19 +19,18 @@ from typing import Any
 
 from megatron_wrap.hidden_secrets import hide_secrets
 from megatron_wrap.launch.watch.progress import Silence, Stall
-from megatron_wrap.launch.watch.records import FLIGHT_RECORDER, ProcessRecords
-from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
+from megatron_wrap.launch.watch.records import ENDS, FLIGHT_RECORDER, ProcessRecords
 from megatron_wrap.platform.base.machine import how_it_ended, process_state
 
 FAILURE = "failure.json"
 """Name of the report in the output folder."""
-_TICK_SECONDS = 1.0
-_ENDED_WELL = (0, 2, INTERRUPTED, RESUME)
-"""Exit codes after which nobody needs the stacks of the others."""
+_TICK_SECONDS, _START_TICK_SECONDS = 1.0, 0.1
+"""Between two looks; the second until all processes are known."""
 
 
 class ProcessWatch:
-    """Reads the heartbeats of this node's processes, kills one that has stopped, and reports failures.
+    """Reads the heartbeats of this node's processes, kills one that has stopped, and those that a process has left
+    before the end of the run, and reports failures.
 
     Args:
         folder: in which the processes write.
@@ -39,12 +39,25 @@ class ProcessWatch:
         seconds: without a heartbeat after which a process counts as stopped, and without progress in a step after which
             one counts as stuck (`Stall`); None: any number.
         is_alone: there is no other node.
+        own_exit_codes: of `ProcessRecords`.
     """
 
-    def __init__(self, folder: Path, ranks: range, report: Path, seconds: float | None, is_alone: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: range,
+        report: Path,
+        seconds: float | None,
+        is_alone: bool = True,
+        own_exit_codes: bool = True,
+    ) -> None:
         self._ranks, self._report, self._seconds, self._is_alone = ranks, report, seconds, is_alone
-        self._records = ProcessRecords(folder)
+        self._records = ProcessRecords(folder, own_exit_codes)
         self._stopped: tuple[int, str] | None = None
+        self.first_end: tuple[int, float] | None = None
+        """The first process that ended other than a run ends, and when, by `time.time()`."""
+        self.held: set[int] = set()
+        """Processes that had recorded the end of the run, did not end, and were killed."""
         self._closed, self._close = os.pipe()
         with contextlib.suppress(OSError):
             report.unlink()
@@ -72,14 +85,14 @@ class ProcessWatch:
         """Write the report of a failure; returns the sentence about it.
 
         Args:
-            exit_codes: global rank -> exit code of each process that did not end with 0; negative: a signal.
+            exit_codes: global rank -> exit code of each process that did not end as the run does; negative: a signal.
             first: the rank that failed first.
             message: of its error; empty if it has left none.
             tracebacks: rank -> traceback of its error, of the ranks that have recorded one.
         """
         self.close()
         states = {rank: self._records.state(rank) or {"rank": rank} for rank in self._ranks}
-        cause = how_it_ended(exit_codes[first])
+        cause = cause_of(exit_codes[first])
         if self._stopped is not None:
             first, cause = self._stopped
         elif message and exit_codes[first] == -signal.SIGTERM:  # of torchrun's agent, while the exception ended it
@@ -108,12 +121,13 @@ class ProcessWatch:
     def _watch(self) -> None:
         """The time between two looks counts at most twice a tick: this process itself may have been stopped."""
         ends, silence, stall = _Ends(self._closed), Silence(), Stall(self._seconds or 0.0)
-        before = time.monotonic()
+        before, finished_seconds = time.monotonic(), 0.0
         with contextlib.closing(ends):
             while True:
-                failed = ends.wait(_TICK_SECONDS)
+                seconds = _TICK_SECONDS if ends.num_known == len(self._ranks) else _START_TICK_SECONDS
+                failed = next((end for end in ends.wait(seconds) if self._has_failed(*end)), None)
                 if failed is not None and self._stopped is None:
-                    self._records.collect(rank for rank in self._ranks if rank != failed)
+                    self._failed_first(*failed)
                 if failed is not None or ends.is_closed:
                     return
                 now = time.monotonic()
@@ -125,9 +139,44 @@ class ProcessWatch:
                 silent = silence.longest({rank: self._records.beat(rank) for rank in self._ranks}, passed)
                 if self._seconds is None or self._end_silent(silent):
                     continue
+                if all(self._records.has_finished(rank) for rank in self._ranks):
+                    finished_seconds += passed
+                    if finished_seconds >= self._seconds:
+                        self._end_held(finished_seconds)
+                    continue
                 stuck_seconds = stall.update(list(states.values()), passed)
                 if stuck_seconds is not None:
                     self._end_stuck(stuck_seconds)
+
+    def _has_failed(self, rank: int, exit_code: int | None) -> bool:
+        """Whether a process has ended otherwise than a run does, or by the decision of a user's program."""
+        return exit_code not in (None, *ENDS) or not self._records.accounts_for(rank, exit_code)
+
+    def _failed_first(self, rank: int, exit_code: int | None) -> None:
+        """Collect the stacks of the others, and kill one if torchrun's agent, which then ends all of them, lets them
+        wait for a process that has left with exit code 0."""
+        self.first_end = rank, time.time()
+        others = [other for other in self._ranks if other != rank]
+        self._records.collect(others)
+        if exit_code in (0, None):
+            for other in [each for each in others if self._records.process(each) is not None][:1]:
+                self._kill(other)
+
+    def _end_held(self, seconds: float) -> None:
+        """Kill the processes that something, such as a thread, does not let end after the run."""
+        if self.held:
+            return
+        self._records.collect(self._ranks)
+        for rank in self._ranks:
+            if self._records.process(rank) is not None:
+                self.held.add(rank)
+                location = self._records.any_location(rank)
+                sys.stderr.write(
+                    f"warning: rank {rank} has not ended for {seconds:.0f} s after its run"
+                    f"{f'; it is in {location}' if location else ''}; it was killed, and the run is complete\n"
+                )
+        for rank in self.held:
+            self._kill(rank)
 
     def _end_silent(self, silent: tuple[int, float] | None) -> bool:
         """Kill the process that gave no sign of life for too long, if it lives; whether it was killed."""
@@ -177,29 +226,39 @@ class _Ends:
         self._poll.register(closed, select.POLLIN)
         self._ranks: dict[int, int] = {}
         self._known: set[int] = set()
+        self._ended: list[tuple[int, int | None]] = []
         self.is_closed = False
+
+    @property
+    def num_known(self) -> int:
+        """Processes that were added."""
+        return len(self._known)
 
     def add(self, rank: int, process: int) -> None:
         """Wait for the end of this process as well."""
         if rank not in self._known:
             self._known.add(rank)
             with contextlib.suppress(OSError):
-                descriptor = os.pidfd_open(process)
+                try:
+                    descriptor = os.pidfd_open(process)
+                except ProcessLookupError:
+                    self._ended.append((rank, None))
+                    return
                 self._ranks[descriptor] = rank
                 self._poll.register(descriptor, select.POLLIN)
 
-    def wait(self, seconds: float) -> int | None:
-        """Wait at most that long; returns a rank that has just failed, before torchrun's agent learns of it."""
-        for descriptor, _ in self._poll.poll(1000 * seconds):
+    def wait(self, seconds: float) -> list[tuple[int, int | None]]:
+        """Wait at most that long; returns rank and exit code of processes that have just ended, before torchrun's agent
+        learns of it. The code is negative for a signal, and None if the agent was faster."""
+        ended, self._ended = self._ended, []
+        for descriptor, _ in self._poll.poll(0 if ended else 1000 * seconds):
             if descriptor == self._closed:
                 self.is_closed = True
                 continue
             self._poll.unregister(descriptor)
-            rank, has_failed = self._ranks.pop(descriptor), _has_failed(descriptor)
+            ended.append((self._ranks.pop(descriptor), _exit_code(descriptor)))
             os.close(descriptor)
-            if has_failed:
-                return rank
-        return None
+        return ended
 
     def close(self) -> None:
         """Close the descriptors of the processes."""
@@ -208,15 +267,21 @@ class _Ends:
         self._ranks.clear()
 
 
-def _has_failed(descriptor: int) -> bool:
-    """Whether a child ended otherwise than by itself or a request; it stays a child to be waited for."""
+def _exit_code(descriptor: int) -> int | None:
+    """Of a child, which stays one to be waited for; negative: a signal; None: it was waited for before."""
     try:
         ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except OSError:  # torchrun's agent was faster
-        return False
+    except OSError:
+        return None
     if ended is None:
-        return False
-    return ended.si_code != os.CLD_EXITED or ended.si_status not in _ENDED_WELL
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def cause_of(exit_code: int) -> str:
+    """How a process has failed, for a sentence."""
+    unrecorded = ", and the run recorded neither its end nor a stop" if exit_code in ENDS else ""
+    return f"{how_it_ended(exit_code)}{unrecorded}"
 
 
 def _where(state: Mapping[str, Any]) -> str:

@@ -10,11 +10,14 @@ import re
 import shutil
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_wrap.parallel.watch import flight_recorder
+from megatron_wrap.parallel.watch.ending import ENDING
 from megatron_wrap.parallel.watch.heartbeat import COLLECTIVES_REQUEST, HEARTBEAT, STACKS, STACKS_SIGNAL
+from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import process_state
 
 FLIGHT_RECORDER = "flight_recorder"
@@ -31,15 +34,31 @@ _WAITING = (
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
 
 
+ENDS = (0, 2, INTERRUPTED, RESUME)
+"""Exit codes of the run's end, a user's error, an interrupt and a stop, which count as these only where
+`ProcessRecords.accounts_for` them."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a process has recorded about its end (parallel/watch/ending.py)."""
+
+    exit_code: int | None
+    message: str
+    traceback: str
+    time: float
+
+
 class ProcessRecords:
     """The files of this node's processes.
 
     Args:
         folder: in which the processes write.
+        own_exit_codes: the program is a user's, which may end where it likes outside of steps, with any exit code.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, own_exit_codes: bool = True) -> None:
+        self._folder, self._own_exit_codes = folder, own_exit_codes
         self.stacks: dict[int, str] = {}
         """Rank -> stacks of all its threads, after `collect`."""
         self.pending: dict[int, list[str]] = {}
@@ -57,8 +76,43 @@ class ProcessRecords:
         process = (self.state(rank) or {}).get("process")
         return process if isinstance(process, int) and process_state(process) not in ("", "Z", "X") else None
 
+    def ending(self, rank: int) -> Ending | None:
+        """What a process recorded about its end; None: nothing."""
+        file = self._folder / ENDING.format(rank)
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if file.is_symlink():
+                return Ending(json.loads(os.readlink(file)), "", "", file.lstat().st_mtime)
+            return Ending(**json.loads(file.read_text(encoding="utf-8")))
+        return None
+
+    def accounts_for(self, rank: int, exit_code: int | None) -> bool:
+        """Whether a process may have ended with this code, one of `ENDS`: the run has recorded it, or a user's program
+        has ended itself outside of the run's setup, steps, evaluations and saves.
+
+        Args:
+            exit_code: None: unknown.
+        """
+        return self.has_recorded(rank, exit_code) or self.has_own_exit_code(rank)
+
+    def has_recorded(self, rank: int, exit_code: int | None) -> bool:
+        """Whether the run has recorded that the process ends with this code; None: with any."""
+        ending = self.ending(rank)
+        return ending is not None and ending.exit_code is not None and exit_code in (None, ending.exit_code)
+
+    def has_own_exit_code(self, rank: int) -> bool:
+        """Whether the exit code of a process is that of a user's program, not of what its run called."""
+        ending = self.ending(rank)
+        left_by_exit = ending is not None and ending.exit_code is None
+        return self._own_exit_codes and not left_by_exit and not (self.state(rank) or {}).get("inside", False)
+
+    def has_finished(self, rank: int) -> bool:
+        """Whether a process has recorded its end, and is no program of a user that may still have work."""
+        return not self._own_exit_codes and self.has_recorded(rank, None)
+
     def beat(self, rank: int) -> int | None:
-        """Time at which a process last wrote, in ns; None: never."""
+        """Time of a process's last sign of life, in ns; None: there was none yet, or it gives none after its run."""
+        if (self.state(rank) or {}).get("closed"):
+            return None
         with contextlib.suppress(OSError):
             return (self._folder / HEARTBEAT.format(rank)).stat().st_mtime_ns
         return None
@@ -126,13 +180,25 @@ class ProcessRecords:
         # a signal to a process is handled by its main thread; stacks of the others, which run on, may be torn
         stack = self.stacks.get(rank, "").partition("Current thread ")[2].partition("\n\n")[0]
         frames = list(_FRAME.finditer(stack))
-        frame = next((frame for frame in frames if not _is_of_python(frame["file"])), frames[0] if frames else None)
-        return "" if frame is None else f"{frame['file']}, line {frame['line']}, in {frame['function']}"
+        return _outside_of_python(frames) or (_text(frames[0]) if frames else "")
+
+    def any_location(self, rank: int) -> str:
+        """As `location`, of the first thread that is outside of Python's own library."""
+        return _outside_of_python([frame for thread in self._threads(rank) for frame in thread])
 
     def _threads(self, rank: int) -> list[list[re.Match[str]]]:
         """The frames of each thread, the innermost first."""
         blocks = [list(_FRAME.finditer(block)) for block in self.stacks.get(rank, "").split("\n\n")]
         return [block for block in blocks if block]
+
+
+def _outside_of_python(frames: list[re.Match[str]]) -> str:
+    """The first location outside of Python's own library; empty: there is none."""
+    return next((_text(frame) for frame in frames if not _is_of_python(frame["file"])), "")
+
+
+def _text(frame: re.Match[str]) -> str:
+    return f"{frame['file']}, line {frame['line']}, in {frame['function']}"
 
 
 def _is_of_python(file: str) -> bool:

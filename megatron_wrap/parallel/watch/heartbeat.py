@@ -1,10 +1,11 @@
-"""A process of a run reports every second that it runs, and where it is, to the program that started it."""
+"""A process of a run reports every second that it runs, and at once where it is, to the program that started it."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import json
+import mmap
 import os
 import signal
 import socket
@@ -12,9 +13,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_wrap.metrics.phases import num_changes
+from megatron_wrap.metrics.phases import is_inside, listeners, num_changes
 from megatron_wrap.parallel.watch import flight_recorder
-from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER
+from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER
 
 HEARTBEAT, STACKS = "rank_{}.json", "rank_{}.stacks"
 """Names of a rank's files in the launcher's folder."""
@@ -23,10 +24,14 @@ STACKS_SIGNAL = signal.SIGUSR2
 COLLECTIVES_REQUEST = "collectives"
 """While the launcher's folder has a file of this name, each process writes once what its flight recorder has."""
 _SECONDS, _REQUEST_SECONDS = 1.0, 0.2
+_JSON = {False: "false", True: "true"}
+_DIGITS, _STATE_BYTES = 18, 256
+"""Of the progress, and of what follows it in the file."""
 
 
 class Heartbeat:
-    """Writes this process's state every second, in a thread.
+    """Shows this process's state in a file: iteration and phase, through a memory map, whenever a phase begins or ends,
+    so that they are right however the process ends; and in a thread, every second, that it runs.
 
     Args:
         folder: of the launcher.
@@ -35,9 +40,19 @@ class Heartbeat:
     """
 
     def __init__(self, folder: Path, rank: int, where: Callable[[], tuple[int | None, str]]) -> None:
-        self._folder, self._rank, self._where = folder, rank, where
-        self._facts = {"rank": rank, "process": os.getpid(), "host": socket.gethostname()}
-        self._ends = threading.Event()
+        self._folder, self._rank, self._where, self._process = folder, rank, where, os.getpid()
+        self._ends, self._closed = threading.Event(), _JSON[False]
+        facts = {"rank": rank, "process": self._process, "host": socket.gethostname()}
+        head = f'{json.dumps(facts)[:-1]}, "progress": '.encode()
+        self._progress = slice(len(head), len(head) + _DIGITS)
+        self._rest = slice(self._progress.stop, self._progress.stop + _STATE_BYTES)
+        self._map: mmap.mmap | None = None
+        file = folder / HEARTBEAT.format(rank)
+        with contextlib.suppress(OSError):
+            # written before it is mapped: a full disk is an OSError here, in a memory map it would end the process
+            _replace(file, head + self._progress_text() + self._state_text())
+            with file.open("r+b") as written:
+                self._map = mmap.mmap(written.fileno(), self._rest.stop)
         with contextlib.suppress(OSError):
             stacks = os.open(folder / STACKS.format(rank), os.O_WRONLY | os.O_CREAT, 0o600)
             earlier, _stacks[:] = list(_stacks), [stacks]
@@ -49,18 +64,37 @@ class Heartbeat:
                 faulthandler.register(STACKS_SIGNAL, file=stacks)
             for descriptor in earlier:
                 os.close(descriptor)
+        listeners.append(self._show)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread; the last state stays."""
-        self._ends.set()
+        """End the thread; the last state stays. A second call does nothing."""
+        if not self._ends.is_set():
+            self._ends.set()
+            self._closed = _JSON[True]
+            listeners.remove(self._show)
+            self._show()
+
+    def _show(self) -> None:
+        if self._map is not None and os.getpid() == self._process:  # not in a process that was forked from it
+            self._map[self._rest] = self._state_text()
+
+    def _state_text(self) -> bytes:
+        iteration, phase = self._where()
+        number, inside = "null" if iteration is None else iteration, _JSON[is_inside()]
+        state = f', "iteration": {number}, "phase": "{phase}", "inside": {inside}, "closed": {self._closed}}}'
+        return state.ljust(_STATE_BYTES).encode()
+
+    def _progress_text(self) -> bytes:
+        return f"{num_changes():{_DIGITS}}".encode()
 
     def _beat(self) -> None:
         file, is_recorded = self._folder / HEARTBEAT.format(self._rank), False
         while True:
-            iteration, phase = self._where()
-            state = {**self._facts, "iteration": iteration, "phase": phase, "progress": num_changes()}
-            _replace(file, json.dumps(state).encode())
+            if self._map is not None:
+                self._map[self._progress] = self._progress_text()
+            with contextlib.suppress(OSError):
+                os.utime(file)
             for _ in range(round(_SECONDS / _REQUEST_SECONDS)):
                 if self._ends.wait(_REQUEST_SECONDS):
                     return

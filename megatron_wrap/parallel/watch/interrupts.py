@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from megatron_wrap.parallel.watch.ending import record_end
+
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that Ctrl-C has ended, as of a shell."""
 RESUME = 75
@@ -86,7 +88,9 @@ class InterruptWatch:
                 if not self._reacted.wait(_ORPHAN_SECONDS if is_orphan else self._seconds):
                     if self._prints and not is_orphan:
                         print(self._sentence(), file=sys.stderr, flush=True)  # noqa: T201
-                    os._exit(RESUME if is_orphan else INTERRUPTED)
+                    code = RESUME if is_orphan else INTERRUPTED
+                    record_end(code)
+                    os._exit(code)
 
     def _ends(self) -> bool:
         """Whether a SIGINT that has just come ends the process."""

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER, record_end
 from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, REPEATED_SECONDS, RESUME, InterruptWatch, interrupt
 
 STOP_FILE = "STOP"
 """Name of the file in the output folder."""
-LAUNCHER_FOLDER = "MEGATRON_WRAP_LAUNCHER_FOLDER"
-"""Environment variable: folder in which the program that started this node's processes and they leave files."""
 REQUEST, READY, STOPPED = "request", "ready", "stopped"
-"""Those files: the number of a signal that the launcher received; the processes react to it; they ended for it."""
+"""Files in LAUNCHER_FOLDER: the number of a signal that the launcher received; the processes react to it; they have
+ended for it."""
 _FILES_SECONDS = 0.5
 """Between looks for files."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -124,13 +124,14 @@ class StopRequests:
         """Of the request that this process knows; None if another process does."""
         return self._reason
 
-    def fulfilled(self) -> None:
-        """The run has stopped for a request: remove the file STOP, and notify the launcher."""
+    def fulfilled(self, exit_code: int) -> None:
+        """The run has stopped for a request, and ends with this code: remove the file STOP, and notify the launcher."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()
         if self._launcher is not None:
             _touch(self._launcher / STOPPED)
+        record_end(exit_code)
 
     def close(self) -> None:
         """Restore the handlers of signals; a second call does nothing."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
 import torch
 
+from megatron_wrap.errors import ExitInRun
+from megatron_wrap.metrics.phases import current_phase, doing
 from megatron_wrap.parallel.launch import exit_on_user_error
 from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, InterruptWatch
 
@@ -64,3 +67,24 @@ def test_an_entry_point_prints_an_interrupt_once_and_exits(
         signal.signal(signal.SIGINT, before)
     assert end.value.code == 130
     assert capfd.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(("code", "number"), [(None, 0), (0, 0), (256, 0), (3, 3), ("a reason", 1)])
+def test_an_exit_within_a_step_is_an_error_without_a_launcher_too(
+    code: object, number: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "TORCHELASTIC_ERROR_FILE", "MEGATRON_WRAP_LAUNCHER_FOLDER"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as end, exit_on_user_error(), doing("optimizer"), doing("loss"):
+        sys.exit(code)  # type: ignore[arg-type]
+    assert end.value.code == 1
+    assert isinstance(end.value.__context__, ExitInRun)
+    assert end.value.__context__.requested == number
+    printed = capfd.readouterr().err
+    assert printed.startswith(f"error: exit code {number}")
+    assert f"{__file__}, line " in printed
+    assert "during optimizer" in printed
+    assert current_phase() == "optimizer"
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        sys.exit(3)  # by the program itself
+    assert end.value.code == 3

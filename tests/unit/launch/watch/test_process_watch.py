@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -17,7 +18,9 @@ from torch.distributed.flight_recorder.components import loader
 
 from megatron_wrap.launch.watch.process_watch import ProcessWatch
 from megatron_wrap.launch.watch.progress import Stall
+from megatron_wrap.launch.watch.records import ProcessRecords
 from megatron_wrap.parallel.watch import flight_recorder
+from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER, record_end
 from megatron_wrap.parallel.watch.heartbeat import Heartbeat
 
 PROCESS = """
@@ -163,3 +166,20 @@ def test_nccls_watchdog_writes_into_the_launchers_folder(tmp_path: Path, monkeyp
         assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
     assert "TORCH_FR_DUMP_TEMP_FILE" not in os.environ
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+
+
+def test_the_end_of_a_run_is_recorded_on_a_full_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, *arguments: object, **options: object) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv(LAUNCHER_FOLDER, str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    records = ProcessRecords(tmp_path, own_exit_codes=False)
+    monkeypatch.setattr(Path, "write_text", write)
+    for code in (75, 0):
+        assert not records.has_recorded(1, code)
+        record_end(code)
+        assert records.has_recorded(1, code)
+    record_end(None, "an error")
+    assert not records.accounts_for(1, 0)
