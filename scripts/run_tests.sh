@@ -4,7 +4,7 @@
 #   bash scripts/run_tests.sh --fast     lint, types, unit tests without transformers and process groups (make fast)
 #   bash scripts/run_tests.sh --all      everything, short drills too; below Python 3.12, where pip installs Megatron-Core
 #                                        0.16, the distributed tests on 0.19, a covering subset of them on 0.16, and
-#                                        checkpoints from each to the other
+#                                        checkpoints from each to the other; tokenizers on the lowest transformers
 #   bash scripts/run_tests.sh [pytest arguments]     only pytest, with them
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -60,17 +60,22 @@ tests() { # NAME PYTEST ARGUMENTS...
   part "$1" "$PYTHON" scripts/pytest_server.py run "$scratch/.server-installed" --durations=10 "${@:2}"
 }
 
-newer_megatron_core() { # sets NEWER: the same packages, but for Megatron-Core 0.19
-  local folder=$PWD/.venv-mcore019 packages
-  NEWER=$folder/bin/python
-  [ ! -f "$folder/.installed" ] || return 0
+with_versions() { # FOLDER PACKAGE==VERSION...: an environment with these and otherwise the packages of $PYTHON
+  local folder=$1 packages
+  [ "$(cat "$folder/.installed" 2> /dev/null)" != "${*:2}" ] || return 0
   "$PYTHON" -m venv --without-pip "$folder"
   packages=$(echo "$folder"/lib/python3*/site-packages)
   "$PYTHON" -c 'import site; print(site.getsitepackages()[0])' > "$packages/beside.pth"
-  # its wheel runs on Python 3.11 although its metadata asks for 3.12
-  "$PYTHON" -m pip install -q --disable-pip-version-check --ignore-requires-python --no-deps \
-    --only-binary=:all: --target "$packages" megatron-core==0.19.2
-  touch "$folder/.installed"
+  # Megatron-Core 0.19's wheel runs on Python 3.11 although its metadata asks for 3.12
+  "$PYTHON" -m pip install -q --disable-pip-version-check --ignore-requires-python --no-deps --no-compile --upgrade \
+    --only-binary=:all: --target "$packages" "${@:2}" && echo "${*:2}" > "$folder/.installed"
+}
+
+oldest_transformers() { # the module that compares tokenizers with their files, on the lowest version of setup.py's range
+  local folder=$PWD/.venv-transformers lowest
+  lowest=$(sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' setup.py)
+  with_versions "$folder" "transformers==$lowest" huggingface_hub==1.33.0 && # 2.0 is too new for it
+    PYTHONPATH=$PWD "$folder/bin/python" -m pytest -p no:cacheprovider tests/unit/data/chat/test_tokenizer.py
 }
 
 tests_on_newer() { # NAME PYTEST ARGUMENTS...
@@ -100,7 +105,8 @@ if [ "$*" = --fast ]; then
 elif [ "$*" = --all ]; then
   matrix=tests two_versions=
   if "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
-    newer_megatron_core
+    NEWER=$PWD/.venv-mcore019/bin/python
+    with_versions "$PWD/.venv-mcore019" megatron-core==0.19.2
     server newer env PYTHONPATH="$PWD" "$NEWER" # without PYTHONPATH beside.pth does not find the editable installation
     matrix=tests_on_newer two_versions=yes
   fi
@@ -125,6 +131,7 @@ elif [ "$*" = --all ]; then
       tests/unit/config/test_json_schema.py "${all[@]}"
   fi
   types
+  part "unit tests on the lowest transformers" oldest_transformers
   lint
 else
   types

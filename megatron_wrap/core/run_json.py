@@ -52,7 +52,7 @@ def write_run_facts(state: TrainingState, output_dir: Path, resumed_from: int | 
     facts = {
         "name": config.name,
         "flow": config.flow.flow_key,
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "resumed_from": resumed_from,
         "train_iters": config.train.train_iters,
         "checkpoints": None if config.train.save is None else os.path.abspath(os.path.expanduser(config.train.save)),

@@ -27,9 +27,10 @@ from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.session import logger_session
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import torch
     from torch import Tensor
-    from typing_extensions import Self
 
     from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
     from megatron_wrap.core.run import Run

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -50,7 +50,7 @@ def begin(rank: int, world_size: int, keeps_console: bool) -> TextIO | None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         log = Path(folder, FILE.format(rank)).open("ab", 0)  # noqa: SIM115
-        time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        time = datetime.now(UTC).isoformat(timespec="seconds")
         header = _HEADER.format(rank, world_size, os.getpid(), socket.gethostname(), time)
         log.write(f"{header}\n".encode())
     except OSError:

@@ -67,10 +67,18 @@ def test_the_metadata_names_script_versions_and_extras(installed: Path) -> None:
     ]
     assert (actual.metadata["Name"], actual.version) == ("megatron-wrap", megatron_wrap.__version__)
     pythons = SpecifierSet(actual.metadata["Requires-Python"])
-    assert [minor for minor in range(8, 16) if f"3.{minor}" in pythons] == [10, 11, 12, 13]
+    assert [minor for minor in range(8, 16) if f"3.{minor}" in pythons] == [11, 12, 13]
     needs = {(need.name, str(need.marker)): need for need in map(Requirement, actual.requires or [])}
     core = needs["megatron-core", "None"].specifier
     releases = ("0.15.3", "0.16.0", "0.16.1", "0.17.1", "0.18.0", "0.19.0", "0.19.2", "0.20.0")
     assert [release for release in releases if release in core] == ["0.16.1", "0.19.0", "0.19.2"]
-    assert "2.13.0" in needs["torch", "None"].specifier
+    tested = (ROOT / "environment/wrap_environment/requirements.txt").read_text()
+    pins = [Requirement(line) for line in tested.splitlines() if not line.startswith("#")]
+    used = [(pin.name.lower(), str(pin.specifier)[2:]) for pin in pins if pin.marker is None]
+    on_gpus = [("torch", "2.11.0"), ("numpy", "2.5.2"), ("transformers", "5.17.0"), ("tokenizers", "0.23.2")]
+    for name, version in [*used, *on_gpus]:
+        marker = 'extra == "tensorboard"' if name == "tensorboard" else "None"
+        assert version in needs[name, marker].specifier, name
+    for name, version in (("torch", "2.14.0"), ("transformers", "5.16.1"), ("transformers", "5.24.0")):
+        assert version not in needs[name, "None"].specifier
     assert {"gpu", "dev", "tensorboard"} <= set(actual.metadata.get_all("Provides-Extra") or [])

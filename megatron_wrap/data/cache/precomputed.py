@@ -172,7 +172,25 @@ class PrecomputedOutputs:
         table = None if stored is None else stored[:]
         if table is None or table.dtype != np.uint8 or table.ndim != 2 or table.shape[1] != 32:
             raise DataError(f"{self.folder / self._names[number]} has no hashes; precompute the outputs again")
+        wrong = next((name for name in self._file(number) if not self._has_rows(number, name, len(table))), None)
+        if wrong is not None:
+            raise DataError(
+                f"{self.folder / self._names[number]}: {wrong} is not of the {len(table)} samples of the file; "
+                "precompute the outputs again"
+            )
         return table
+
+    def _has_rows(self, number: int, name: str, samples: int) -> bool:
+        """Whether a tensor of a file has the rows of its samples, or the ends of their rows."""
+        values = self._file(number)
+        if name + _ENDS in values:
+            return True  # compared with its ends
+        rows = values[name].get_shape()[:1]
+        if rows != [samples] or not name.endswith(_ENDS):
+            return bool(rows == [samples])
+        ends = values[name][:]
+        total = values[name.removesuffix(_ENDS)].get_shape()[:1] if name.removesuffix(_ENDS) in values else None
+        return bool((np.diff(ends, prepend=0) >= 0).all()) and ends[-1:].tolist() == total
 
     def _file(self, number: int) -> dict[str, Any]:
         """Name -> tensor of a file, which is read where it is indexed."""

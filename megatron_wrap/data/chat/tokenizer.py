@@ -15,6 +15,12 @@ from megatron_wrap.errors import ConfigError, DataError, missing_path_hint, spec
 MAX_BYTES = 1 << 29
 """Of a file of a tokenizer; large ones have 40 MB."""
 _TEXT_FILES = (".json", ".txt", ".model", ".jinja")
+_PROBES = (
+    "x y  z\n\n    indented\tand\r\n",
+    "x It's 1234567.89% of 2^10; they'LL {say} [\"no\"] </b>... a_b-c/d",
+    "x naïve Café ﬁ ½ Ⅷ ά Привет 你好，世界。 こんにちは 한국어 مرحبا नमस्ते 🙂👍🏽 e\u0301",
+)
+_SAMPLED_TOKENS = 1000
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -27,7 +33,8 @@ def load_tokenizer(path: str | Path) -> Any:
 
     Raises:
         DataError: no such folder (the message suggests the closest name), files that transformers cannot read or that
-            are pipes or devices, or a hub id that cannot be downloaded.
+            are pipes or devices, a hub id that cannot be downloaded, or a tokenizer that transformers builds with other
+            rules than those of its tokenizer.json.
     """
     text = str(path)
     folder = Path(text).expanduser()
@@ -131,25 +138,72 @@ def _is_hub_id(text: str) -> bool:
     return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text)) and not Path(Path(text).parts[0]).exists()
 
 
+def _settings(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json; empty if there is none."""
+    try:
+        values = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _tokenizer_json(path: str) -> Path | None:
+    """The file of a folder or of a hub id that was loaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = Path(path, "tokenizer.json")
+    if not Path(path).exists():
+        cached = try_to_load_from_cache(path, "tokenizer.json")
+        file = Path(cached if isinstance(cached, str) else "")
+    return file if file.is_file() else None
+
+
+def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
+    """What a tokenizer does otherwise than its tokenizer.json, as text; None if they agree.
+
+    Classes of transformers such as LlamaTokenizer take the vocabulary from the file, and build the rest by rules of
+    their own. The ids of the file's added tokens, of a few texts, and of the texts of 1,000 tokens are compared. Each
+    text begins with a letter: what a class prepends to a space, or after a special token, is its own convention.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(tokenizer) is PreTrainedTokenizerFast:  # the latter loads the file unchanged
+        return None
+    stored = Tokenizer.from_file(str(file))
+    for number, token in stored.get_added_tokens_decoder().items():
+        if (actual := backend.token_to_id(token.content)) != number:
+            return f"has the id {actual} for {token.content!r}, and tokenizer.json the id {number}"
+    added, size = backend.get_added_tokens_decoder(), stored.get_vocab_size()
+    sampled = (number for number in range(0, size, max(1, size // _SAMPLED_TOKENS)) if number not in added)
+    is_option = _settings(file.parent).get("add_prefix_space") is not None  # it decides about the first word's ids
+    starts = ((0, 0), (1, 1), (1, 2), (2, 1)) if is_option else ((0, 0),)
+    for text in (*_PROBES, *(f"x {stored.decode([number])}" for number in sampled)):
+        actual, expected = (each.encode(text, add_special_tokens=False) for each in (backend, stored))
+        if all(actual.ids[ours:] != expected.ids[theirs:] for ours, theirs in starts):
+            return f"encodes {text!r} as {actual.tokens[:16]}, and tokenizer.json as {expected.tokens[:16]}"
+        decoded = [each.decode(encoded.ids) for each, encoded in ((backend, actual), (stored, expected))]
+        if stored.decoder is not None and len({each.lstrip(" ") if is_option else each for each in decoded}) > 1:
+            return f"decodes the tokens of {text!r} as {decoded[0]!r}, and tokenizer.json as {decoded[1]!r}"
+    return None
+
+
 def _is_python_code(folder: Path) -> bool:
     """Whether a folder's tokenizer is a class of the folder itself, as Kimi K2's and Moonlight's."""
-    file = folder / "tokenizer_config.json"
-    try:
-        values = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(values, dict) and "AutoTokenizer" in (values.get("auto_map") or {})
+    return "AutoTokenizer" in (_settings(folder).get("auto_map") or {})
 
 
 @lru_cache(maxsize=8)
 def _load(path: str) -> Any:
-    from transformers import AutoTokenizer
+    import transformers
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         if not isinstance(tokenizer.model_max_length, int | float):  # compared with lengths at the first text
             raise ValueError(f"model_max_length is {tokenizer.model_max_length!r}, which is not a number")
-        return tokenizer
+        file = _tokenizer_json(path)
+        difference = None if file is None else _difference_from_file(tokenizer, file)
     except BaseException as error:  # transformers, the hub and the Rust library raise different types
         if not is_failure(error):
             raise
@@ -164,3 +218,9 @@ def _load(path: str) -> Any:
         else:
             hint = f"there is no folder {path}, and it could not be downloaded as a Hugging Face hub id"
         raise DataError(f"{path}: no tokenizer could be loaded ({reason}); {hint}") from error
+    if difference is not None:
+        raise DataError(
+            f"{path}: {type(tokenizer).__name__} of transformers {transformers.__version__} {difference}; set "
+            '"tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json, which loads that file unchanged'
+        )
+    return tokenizer

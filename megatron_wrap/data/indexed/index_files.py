@@ -1,9 +1,10 @@
 """The files of Megatron's indexed data, PREFIX.bin with tokens and PREFIX.idx with the length of each document: their
-header and their sizes, validated before Megatron-Core maps them into memory.
+header, sizes and content, validated before Megatron-Core maps them into memory.
 
 The form of PREFIX.idx is that of Megatron-Core's `_IndexWriter` (megatron/core/datasets/indexed_dataset.py): 9 bytes of
 magic, version (uint64), type of the tokens (uint8), number of sequences and number of document ends (uint64 each), then
-the length (int32) and the byte offset (int64) of each sequence, and the document ends (int64), little-endian.
+the length (int32) and the byte offset (int64) of each sequence, the document ends (int64), little-endian, and in
+multimodal data the mode (int8) of each sequence. The sequences are in the order of their tokens, without gaps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ HEADER = struct.Struct("<9sQBQQ")
 TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 """Code of a type -> NumPy's name (`DType` of Megatron-Core)."""
 _ENDINGS = (".bin", ".idx")
+_CHUNK = 1 << 16
+"""Values that are compared at a time; their int64 fit into a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,13 @@ class IndexFile:
     """Type of the tokens in PREFIX.bin."""
     lengths: np.ndarray
     """int32 [documents], tokens of each; mapped from the file."""
+    offsets: np.ndarray
+    """int64 [documents], byte of PREFIX.bin at which each begins; mapped from the file."""
+    ends: np.ndarray
+    """int64, the number of sequences up to the end of each document, with a 0 before the first; mapped from the
+    file."""
+    modes: np.ndarray
+    """int8 [documents], 0 is text; mapped from the file, empty without modes."""
 
     @property
     def documents(self) -> int:
@@ -61,7 +71,8 @@ def some_document_ends_with(index: IndexFile, token: int) -> bool:
 
 
 def read_index(prefix: str) -> IndexFile:
-    """Read the header of PREFIX.idx, and compare the sizes of both files with it. `~` is the home folder.
+    """Read the header of PREFIX.idx, and compare the sizes of both files with it; see `check_content` for the rest.
+    `~` is the home folder.
 
     Raises:
         DataError: a file is missing, is of another format, was truncated, or has tokens of another type than its index.
@@ -82,16 +93,65 @@ def read_index(prefix: str) -> IndexFile:
     if version != 1 or code not in TYPES:
         raise DataError(f"{path}: version {version} and token type {code} are not known; rebuild it")
     expected, size = HEADER.size + sequences * 12 + ends * 8, path.stat().st_size
-    if size < expected:
+    if size not in (expected, expected + sequences):
+        reason = "it was truncated" if size < expected else "it is damaged"
         raise DataError(
-            f"{path}: {size} bytes, but {sequences} documents need {expected}: it was truncated; copy or rebuild it"
+            f"{path}: {size} bytes, but {sequences} documents need {expected}: {reason}; copy or rebuild it"
         )
     if sequences == 0:
         raise DataError(f"{path}: no documents; rebuild it from files with text")
-    lengths = np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
-    index = IndexFile(prefix, TYPES[code], lengths)
+    columns, offset = [], HEADER.size
+    for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", ends), ("<i1", size - expected)):
+        columns.append(mapped(path, dtype, offset, count))
+        offset += columns[-1].nbytes
+    index = IndexFile(prefix, TYPES[code], *columns)
     _check_tokens(index)
     return index
+
+
+def check_content(index: IndexFile) -> None:
+    """Read the whole PREFIX.idx, 20 bytes of each document, and compare the offsets with the lengths and the document
+    ends with the number of sequences.
+
+    Raises:
+        DataError: the sequences are not consecutive, the document ends do not ascend from 0 to the number of sequences,
+            or a sequence is not text.
+    """
+    path, width, offset = f"{index.prefix}.idx", np.dtype(index.dtype).itemsize, 0
+    rebuild = "it is damaged, or its columns are of different files; rebuild it"
+    for begin in range(0, index.documents, _CHUNK):
+        sizes = np.multiply(index.lengths[begin : begin + _CHUNK], width, dtype=np.int64)
+        following = offset + np.cumsum(sizes)
+        offsets, expected = index.offsets[begin : begin + _CHUNK], following - sizes
+        if not np.array_equal(offsets, expected):
+            wrong = int(np.argmax(offsets != expected))
+            raise DataError(
+                f"{path}: sequence {begin + wrong + 1} begins at byte {offsets[wrong]} of {index.prefix}.bin, but the "
+                f"lengths of those before it sum to {expected[wrong]}: {rebuild}"
+            )
+        offset = int(following[-1])
+    if len(index.ends) == 0 or index.ends[0] != 0 or index.ends[-1] != index.documents:
+        between = f"from {index.ends[0]} to {index.ends[-1]}" if len(index.ends) else "missing"
+        raise DataError(f"{path}: the document ends are {between}, not from 0 to {index.documents}: {rebuild}")
+    for begin in range(0, len(index.ends), _CHUNK):
+        steps = np.diff(index.ends[begin : begin + _CHUNK + 1])
+        if (steps < 0).any():
+            wrong = begin + int(np.argmax(steps < 0))
+            raise DataError(
+                f"{path}: document {wrong + 1} ends at sequence {index.ends[wrong + 1]}, before its beginning "
+                f"{index.ends[wrong]}: {rebuild}"
+            )
+    if index.modes.any():
+        wrong = int(np.argmax(index.modes != 0))
+        raise DataError(
+            f"{path}: sequence {wrong + 1} has the mode {index.modes[wrong]}, so its tokens are not text; give an "
+            "index of text alone"
+        )
+
+
+def mapped(path: str | Path, dtype: str, offset: int, count: int) -> np.ndarray:
+    """An array of a file, memory-mapped; an empty file can be mapped, too."""
+    return np.memmap(path, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
 
 
 def _check_tokens(index: IndexFile) -> None:

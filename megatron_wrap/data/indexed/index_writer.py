@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from megatron_wrap.data.indexed.index_files import HEADER, MAGIC, TYPES, read_index
+from megatron_wrap.data.indexed.index_files import HEADER, MAGIC, TYPES, check_content, mapped, read_index
 from megatron_wrap.errors import DataError
 from megatron_wrap.utils.atomic_write import atomic_file, named_write_errors
 
@@ -58,17 +58,14 @@ class Part:
 
 
 def read_part(prefix: str) -> Part:
-    """The pair of files PREFIX.bin and PREFIX.idx, with sizes that agree.
+    """The pair of files PREFIX.bin and PREFIX.idx, with sizes and content that agree.
 
     Raises:
-        DataError: see `read_index`.
+        DataError: see `read_index` and `check_content`.
     """
     index = read_index(prefix)
-    path, tokens = index.prefix + ".idx", index.prefix + ".bin"
-    with open(path, "rb") as file:
-        *_, sequences, borders = HEADER.unpack(file.read(HEADER.size))
-    ends = _mapped(path, "<i8", HEADER.size + 12 * sequences, borders)[1:]
-    return Part(tokens, np.dtype(index.dtype), index.lengths, ends)
+    check_content(index)
+    return Part(index.prefix + ".bin", np.dtype(index.dtype), index.lengths, index.ends[1:])
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> tuple[int, int]:
@@ -188,7 +185,7 @@ class GrowingFiles:
             file.close()
         tokens, lengths, ends = self._paths
         counts = os.path.getsize(lengths) // 4, os.path.getsize(ends) // 8
-        return Part(tokens, self._dtype, _mapped(lengths, "<i4", 0, counts[0]), _mapped(ends, "<i8", 0, counts[1]))
+        return Part(tokens, self._dtype, mapped(lengths, "<i4", 0, counts[0]), mapped(ends, "<i8", 0, counts[1]))
 
 
 def delete_unfinished(prefix: str) -> None:
@@ -199,9 +196,3 @@ def delete_unfinished(prefix: str) -> None:
 
 def _unfinished_paths(prefix: str) -> list[str]:
     return [f"{prefix}.{name}{_UNFINISHED}" for name in ("bin", "lengths", "ends")]
-
-
-def _mapped(path: str, dtype: str, offset: int, count: int) -> np.ndarray:
-    if count == 0:
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", offset, (count,))

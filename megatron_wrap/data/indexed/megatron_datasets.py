@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from megatron_wrap.utils.atomic_write import write_atomically
 from megatron_wrap.utils.dist_logger import logger
 
 _COMPLETE = "complete.json"
-"""File of a cache that lists its other files; written last."""
+"""The CRC-32 of each other file of a cache, by name; written last."""
 
 
 class Vocabulary:
@@ -79,27 +80,25 @@ def open_splits(settings: dict[str, Any], sizes: Sequence[int | None], cache: Pa
     return splits
 
 
-def is_complete(cache: Path) -> bool:
-    """Whether a folder contains everything that `write_cache` writes; warns of a damaged cache."""
-    if not (cache / _COMPLETE).is_file():
-        return False
+def damage(cache: Path) -> str | None:
+    """Why a folder cannot be used instead of `write_cache`, as text; None if it can."""
     try:
-        for name in json.loads((cache / _COMPLETE).read_text(encoding="utf-8")):
-            _check_file(cache, name)
-    except (OSError, ValueError, TypeError, EOFError) as error:
-        logger.warning_all_ranks(f"the index in {cache} is damaged ({error}); it is built again")
-        return False
-    return True
+        recorded = json.loads((cache / _COMPLETE).read_text(encoding="utf-8"))
+        if not isinstance(recorded, dict):
+            return f"{_COMPLETE} has no checksums"
+        for name, checksum in recorded.items():
+            problem = leaves_folder(cache, name)
+            if problem is not None:
+                return f"{_COMPLETE} {problem}"
+            if _checksum(cache / name) != checksum:
+                return f"{name} has changed"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
 
 
-def _check_file(cache: Path, name: str) -> None:
-    problem = leaves_folder(cache, name)
-    if problem is not None:
-        raise ValueError(f"{_COMPLETE} {problem}")
-    if not (cache / name).is_file():
-        raise ValueError(f"{name} is missing")
-    if name.endswith(".npy") and not isinstance(np.load(cache / name, mmap_mode="r", allow_pickle=False), np.ndarray):
-        raise ValueError(f"{name} contains no array")
+def _checksum(path: Path) -> int:
+    return zlib.crc32(np.memmap(path, mode="r").data)
 
 
 def write_cache(splits: Sequence[Any], cache: Path) -> None:
@@ -113,7 +112,7 @@ def write_cache(splits: Sequence[Any], cache: Path) -> None:
         parts = [*top.datasets, top] if isinstance(top, BlendedDataset) else [top]
         for part in parts:
             names += _write_indices(part, cache)
-    write_atomically(cache / _COMPLETE, json.dumps(names))
+    write_atomically(cache / _COMPLETE, json.dumps({name: _checksum(cache / name) for name in names}))
 
 
 def _write_indices(part: Any, cache: Path) -> list[str]:

@@ -17,7 +17,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.data.chat.tokenizer import end_token_id
-from megatron_wrap.data.indexed.index_files import IndexFile, read_index, some_document_ends_with
+from megatron_wrap.data.indexed.index_files import IndexFile, check_content, read_index, some_document_ends_with
 from megatron_wrap.data.indexed.preprocess_record import check_vocabulary
 from megatron_wrap.data.order.sample_sets import SampleSet
 from megatron_wrap.data.order.stream import ShuffledRows, SourceRow
@@ -25,6 +25,7 @@ from megatron_wrap.data.sources.rows import Sample
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.utils.atomic_write import named_write_errors
+from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.file_lock import locked
 
 _SPLITS = ("training", "validation", "test")
@@ -147,16 +148,18 @@ def open_indexed(config: RunConfig, vocab_size: int, tokenizer: Any) -> IndexedD
 
 
 def check_indices(config: RunConfig) -> None:
-    """Read the header of each file, and count the tokens of each part; nothing is built.
+    """Read each index, and count the tokens of each part; nothing is built.
 
     Raises:
         DataError: as `open_indexed`, but for token ids.
     """
     data, length = config.data, config.train.seq_length
-    parts = _parts(data.split)
-    _windows_of_parts([read_index(source.path) for source in data.train], parts, data.split, length)
-    for sources in data.validation.values():
-        _windows_of_parts([read_index(source.path) for source in sources], _ALL_VALIDATION, None, length)
+    of_validation = [(sources, _ALL_VALIDATION, None) for sources in data.validation.values()]
+    for sources, parts, split in [(data.train, _parts(data.split), data.split), *of_validation]:
+        files = [read_index(source.path) for source in sources]
+        for index in files:
+            check_content(index)
+        _windows_of_parts(files, parts, split, length)
 
 
 def check_tokens(config: RunConfig, tokenizer: Any) -> int | None:
@@ -245,14 +248,30 @@ class _Opener:
         key = {**self._settings, **blend, "sizes": list(sizes), "vocabulary": [self._vocab_size, eod]}
         cache = self._cache(key, files)
         with named_write_errors(f"{_KEYS}.cache_dir: the index {cache}", "give a folder that is writable", DataError):
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            with locked(cache.parent / f".{cache.name}.lock", "builds the index"):
-                if not megatron_datasets.is_complete(cache):
-                    megatron_datasets.log_here(f"building the index in {cache}: {_described(files)}")
-                    with with_dataset_helpers():
-                        datasets = megatron_datasets.open_splits(settings, sizes, None)
-                    megatron_datasets.write_cache(datasets, cache)
+            if megatron_datasets.damage(cache) is not None:
+                cache.parent.mkdir(parents=True, exist_ok=True)
+                with locked(cache.parent / f".{cache.name}.lock", "builds the index"):
+                    self._build(settings, sizes, files, cache)
         return megatron_datasets.open_splits(settings, sizes, cache)
+
+    def _build(
+        self, settings: dict[str, Any], sizes: Sequence[int | None], files: Sequence[IndexFile], cache: Path
+    ) -> None:
+        """Write the cache, unless another process was first."""
+        from megatron_wrap.data.indexed import megatron_datasets
+        from megatron_wrap.platform.megatron_core.dataset_helpers import with_dataset_helpers
+
+        damage = megatron_datasets.damage(cache)
+        if damage is None:
+            return
+        if cache.exists():
+            logger.warning_all_ranks(f"the index in {cache} is damaged ({damage}); it is built again")
+        megatron_datasets.log_here(f"building the index in {cache}: {_described(files)}")
+        for index in files:
+            check_content(index)
+        with with_dataset_helpers():
+            datasets = megatron_datasets.open_splits(settings, sizes, None)
+        megatron_datasets.write_cache(datasets, cache)
 
     def _cache(self, key: Mapping[str, Any], files: Sequence[IndexFile]) -> Path:
         """The folder of the index of these files in their present state."""

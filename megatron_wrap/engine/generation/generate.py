@@ -23,8 +23,9 @@ from megatron_wrap.parallel.collectives import all_reduce_values, gather_objects
 from megatron_wrap.platform.megatron_core.generation import whole_sequences
 
 if TYPE_CHECKING:
+    from typing import NotRequired
+
     from torch.distributed import ProcessGroup
-    from typing_extensions import NotRequired
 
     from megatron_wrap.utils.progress import WorkProgress
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ class KubernetesJob:
 
     def _print_log(self, name: str) -> None:
         whole = self._kubectl.follow_log(name, self._printed_until.get(name))
-        self._printed_until[name] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self._printed_until[name] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         (self._cut.discard if whole else self._cut.add)(name)
 
     def _failed(self, condition: Object, pods: Sequence[Object]) -> Ended:

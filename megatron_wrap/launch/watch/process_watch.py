@@ -99,7 +99,7 @@ class ProcessWatch:
             cause = "ended with exit code 1"
         failed, others = states[first], {rank: text for rank, text in (tracebacks or {}).items() if text}
         content = {
-            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **failed,
             "cause": cause,
             "message": message,

@@ -36,7 +36,7 @@ def share_device(replacements: Replacements) -> None:
 
         def __call__(cls, *arguments: Any, **named: Any) -> Any:
             if len(arguments) != 3 or named.keys() != {"timeout"}:
-                # not the call of torch 2.10 to 2.13 (2.14 has one more argument): use a separate device
+                # not the call of torch 2.11 to 2.13 (2.14 has one more argument): use a separate device
                 return backend(*arguments, **named)
             devices[:] = devices or _devices_that_give_way(backend)
             options = backend._Options()

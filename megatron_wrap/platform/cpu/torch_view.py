@@ -88,7 +88,7 @@ class _ModuleProxy(types.ModuleType):
         missing = [name for name in replaced if not hasattr(real, name)]
         if missing:
             raise PlatformError(
-                f"{real.__name__} {torch.__version__} has no {', '.join(missing)}; use torch 2.10 to 2.13"
+                f"{real.__name__} {torch.__version__} has no {', '.join(missing)}; use torch 2.11 to 2.13"
             )
         # a module's `__getattr__`, without a frame of Python at each access
         forwarded = functools.partial(getattr, real)

@@ -82,3 +82,28 @@ def test_a_foreign_folder_runs_no_code_and_names_its_own_files(tmp_path, files, 
     with pytest.raises(DataError, match=words):
         PrecomputedOutputs(folder)
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("tokens.ends", [2, 1, 5]),
+        ("tokens.ends", [2, 3, 4]),
+        ("tokens.ends", [-1, 3, 5]),
+        ("tokens.ends", [2, 5]),
+        ("tokens", [0.0] * 6),
+        ("answer", [0.0] * 2),
+        ("answer", 0.0),
+    ],
+)
+def test_outputs_with_other_rows_than_the_file_has_samples_are_refused(tmp_path, name, values):
+    hashes = np.arange(96, dtype=np.uint8).reshape(3, 32)
+    tensors = {"hashes": hashes, "answer": np.zeros(3), "tokens": np.arange(5.0), "tokens.ends": np.array([2, 2, 5])}
+    (tmp_path / precomputed.MANIFEST).write_text(json.dumps({"format": 1, "files": {"a.safetensors": 3}}))
+    save_file(tensors, tmp_path / "a.safetensors")
+    actual = PrecomputedOutputs(tmp_path).get(hashes[2].tobytes())
+    assert actual is not None
+    assert actual["tokens"].tolist() == [2, 3, 4]
+    save_file({**tensors, name: np.array(values)}, tmp_path / "a.safetensors")
+    with pytest.raises(DataError, match=r"a\.safetensors: .* is not of the 3 samples"):
+        PrecomputedOutputs(tmp_path)

@@ -19,10 +19,13 @@ from _indexed_files import EOD, VOCAB, random_documents, write_documents
 
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.decode import load_run_config
-from megatron_wrap.data.indexed.index_files import read_index
+from megatron_wrap.data.indexed import index_files
+from megatron_wrap.data.indexed.index_files import HEADER, read_index
+from megatron_wrap.data.indexed.index_writer import read_part
 from megatron_wrap.data.indexed.windows import check_indices, open_indexed
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.platform import choose_platform
+from megatron_wrap.utils.dist_logger import logger
 
 ROOT = Path(__file__).parents[4]
 DATA, TRAIN = "megatron_wrap.data", "megatron_lm.train.common"
@@ -186,10 +189,8 @@ class Attack:
 
 
 def test_an_index_that_runs_code_is_built_again_and_no_link_is_written_through(folder, tmp_path, monkeypatch):
-    from megatron_wrap.data.indexed import megatron_datasets
-
     warnings: list[str] = []
-    monkeypatch.setattr(megatron_datasets.logger, "warning_all_ranks", warnings.append)
+    monkeypatch.setattr(logger, "warning_all_ranks", warnings.append)
     prefixes = [write_documents(tmp_path / name, random_documents(50, seed)) for seed, name in enumerate("ab")]
     marker, untouched = tmp_path / "marker", tmp_path / "untouched"
     untouched.write_text("mine")
@@ -211,6 +212,10 @@ def test_an_index_that_runs_code_is_built_again_and_no_link_is_written_through(f
             (cache / name).write_bytes(pickle.dumps(Attack(marker)))
         numpy.testing.assert_array_equal(first_tokens(), expected)
     assert len(warnings) == 2 * len(kinds)
+    zeros = numpy.zeros_like(numpy.load(cache / name))
+    numpy.save(cache / name, zeros)  # of the same size and type
+    numpy.testing.assert_array_equal(first_tokens(), expected)
+    assert f"{name} has changed" in warnings[-1]
     (cache / indices[0]).write_bytes(b"")
     numpy.testing.assert_array_equal(first_tokens(), expected)
     (cache / "complete.json").unlink()
@@ -218,7 +223,9 @@ def test_an_index_that_runs_code_is_built_again_and_no_link_is_written_through(f
     (cache / indices[0]).symlink_to(untouched)
     numpy.testing.assert_array_equal(first_tokens(), expected)
     assert untouched.read_text() == "mine"
-    (cache / "complete.json").write_text("[]")
+    (cache / "complete.json").write_text("[]")  # of an earlier version, without checksums
+    numpy.testing.assert_array_equal(first_tokens(), expected)
+    (cache / "complete.json").write_text("{}")
     (cache / indices[0]).write_bytes(pickle.dumps(Attack(marker)))
     with pytest.raises(DataError, match=re.escape(indices[0])):
         first_tokens()
@@ -305,6 +312,78 @@ def test_a_wrong_file_is_one_error(tmp_path, case):
         check_indices(run(f"{DATA}.train={prefix}"))
     for word in words:
         assert word in str(error.value)
+
+
+def columns_of(prefix: str) -> list[numpy.ndarray]:
+    """Lengths, offsets and document ends."""
+    content = Path(f"{prefix}.idx").read_bytes()
+    *_, sequences, ends = HEADER.unpack(content[: HEADER.size])
+    columns, offset = [], HEADER.size
+    for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", ends)):
+        columns.append(numpy.frombuffer(content, dtype, count, offset).copy())
+        offset += columns[-1].nbytes
+    return columns
+
+
+def swapped(column: numpy.ndarray, first: int) -> numpy.ndarray:
+    column[[first, first + 1]] = column[[first + 1, first]]
+    return column
+
+
+WRONG_CONTENT = {
+    "all offsets 0": (lambda lengths, offsets, ends: (lengths, offsets * 0, ends), "sequence 2 begins at byte 0 of"),
+    "offsets beyond": (
+        lambda lengths, offsets, ends: (lengths, offsets + 2**40, ends),
+        "sequence 1 begins at byte 109",
+    ),
+    "negative offsets": (
+        lambda lengths, offsets, ends: (lengths, offsets * 0 - 8, ends),
+        "sequence 1 begins at byte -8",
+    ),
+    "two offsets": (lambda lengths, offsets, ends: (lengths, swapped(offsets, 250), ends), "sequence 251 begins"),
+    "last offset": (
+        lambda lengths, offsets, ends: (lengths, offsets + 2 * (numpy.arange(300) == 299), ends),
+        "sequence 300 begins",
+    ),
+    "reversed lengths": (lambda lengths, offsets, ends: (lengths[::-1], offsets, ends), "begins at byte"),
+    "two lengths": (lambda lengths, offsets, ends: (swapped(lengths, 149), offsets, ends), "sequence 151 begins"),
+    "ends beyond": (lambda lengths, offsets, ends: (lengths, offsets, ends + 2**40), "not from 0 to 300"),
+    "ends 0": (lambda lengths, offsets, ends: (lengths, offsets, ends * 0), "are from 0 to 0, not from 0 to 300"),
+    "two ends": (
+        lambda lengths, offsets, ends: (lengths, offsets, swapped(ends, 99)),
+        "document 100 ends at sequence 99",
+    ),
+    "no ends": (lambda lengths, offsets, ends: (lengths, offsets, ends[:0]), "ends are missing"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CONTENT)
+def test_an_index_whose_columns_contradict_each_other_is_refused(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(index_files, "_CHUNK", 50)
+    prefix = write_documents(tmp_path / "wrong", random_documents(300, 6))
+    change, words = WRONG_CONTENT[case]
+    content, config = Path(f"{prefix}.idx").read_bytes(), run(f"{DATA}.train={prefix}")
+    check_indices(config)
+    columns = change(*columns_of(prefix))
+    header = HEADER.pack(*HEADER.unpack(content[: HEADER.size])[:-1], len(columns[2]))
+    Path(f"{prefix}.idx").write_bytes(header + b"".join(column.tobytes() for column in columns))
+    for refuse in (lambda: check_indices(config), lambda: open_indexed(config, VOCAB, None), lambda: read_part(prefix)):
+        with pytest.raises(DataError, match=words):
+            refuse()
+
+
+def test_modes_of_sequences_must_be_those_of_text(tmp_path):
+    """Multimodal data has a mode for each sequence after the document ends."""
+    prefix = write_documents(tmp_path / "modes", random_documents(20, 6))
+    content, config = Path(f"{prefix}.idx").read_bytes(), run(f"{DATA}.train={prefix}", f"{DATA}.split=100,0,0")
+    Path(f"{prefix}.idx").write_bytes(content + bytes(20))
+    check_indices(config)
+    Path(f"{prefix}.idx").write_bytes(content + bytes(11) + b"\x01" + bytes(8))
+    with pytest.raises(DataError, match="sequence 12 has the mode 1, so its tokens are not text"):
+        check_indices(config)
+    Path(f"{prefix}.idx").write_bytes(content + bytes(12))
+    with pytest.raises(DataError, match=r"20 documents need .*: it is damaged"):
+        check_indices(config)
 
 
 def test_a_split_without_a_token_is_refused(tmp_path):
