@@ -171,8 +171,8 @@ def _localization(
 
 def _first_samples(
     config: RunConfig, prepare_sample: Callable[[Any], Any], vocab_size: int, tokenizer: Any
-) -> list[Any]:
-    """The head of the training data, prepared."""
+) -> list[tuple[str, Any]]:
+    """The head of the training data: `FILE:ROW` and prepared sample."""
     count, skip_bad = 2 * config.train.micro_batch_size, config.data.on_bad_sample == "skip"
     if derived.is_indexed(config.data):
         windows = open_indexed(config, vocab_size, tokenizer).training
@@ -183,7 +183,7 @@ def _first_samples(
     prepared = []
     for where, sample in rows:
         try:
-            prepared.append(converted(prepare_sample, sample, functools.partial(str, where)))
+            prepared.append((where, converted(prepare_sample, sample, functools.partial(str, where))))
         except BadSample:
             if not skip_bad:
                 raise
