@@ -91,7 +91,7 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
     from megatron_wrap.engine.reference.precomputed import sample_preparation
     from megatron_wrap.engine.setup.flow import build_flow
 
-    flow = build_flow(config, candidate.tokenizer, candidate.vocab_size)
+    flow = build_flow(config, candidate.tokenizer, candidate.vocab_size, reference=candidate.reference)
     of_training = sample_preparation(flow, config)
     mock_samples = derived.mock_samples(config.data)
     mock = [] if mock_samples is None else NumberedSamples(mock_samples)[:2]
