@@ -17,6 +17,7 @@ from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
 from megatron_wrap.checkpoint.precheck import existing_checkpoint, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config.checks.run import check_values
+from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.hugging_face import HF_PATH, TRAINING_KEYS, read_hugging_face_config
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
@@ -79,22 +80,38 @@ def add_reference_model(state: TrainingState, reference: RunConfig, tokenizer: A
         tokenizer: the run's, or None.
 
     Raises:
-        ConfigError: its tokenizer is not the run's.
+        ConfigError: its tokenizer is not the run's; or it is to follow the policy, and has another number of rows.
     """
     from megatron_wrap.engine.setup.build_reference import base_of_policy, build_reference
 
     config = state.config
-    _check_tokenizer(config, state.shape.vocab_size, reference.arch.vocab_size, tokenizer)
+    check_tokenizer(config, reference, tokenizer)
     reference = dataclasses.replace(reference, optimizer=config.optimizer, ddp=config.ddp)
     settings = config.models.reference_or_teacher
     if settings is not None and settings.is_policy:
         state.reference = base_of_policy(state)
         return
     state.reference = build_reference(reference, state.platform, state.parallel, tokenizer)
+    if state.reference.settings.update_interval is not None and state.reference.vocab_size != state.shape.vocab_size:
+        raise ConfigError(
+            f"{config.models.path}: refresh_interval and ema_decay need a {config.models.role} of the policy's "
+            f"architecture, but its vocabulary has {state.reference.vocab_size} entries and the policy's "
+            f"{state.shape.vocab_size}; delete them, or use such a reference"
+        )
 
 
-def _check_tokenizer(config: RunConfig, vocab_size: int, reference_vocab_size: int | None, tokenizer: Any) -> None:
-    """Compare the model's tokenizer with the run's; if one of them is not known, the sizes of the vocabularies."""
+def check_tokenizer(config: RunConfig, reference: RunConfig, tokenizer: Any) -> None:
+    """Compare the reference or teacher model's tokenizer with the run's; if one of them is not known, the sizes of the
+    vocabularies.
+
+    Args:
+        config: of the run.
+        reference: of the other model.
+        tokenizer: the run's, or None.
+
+    Raises:
+        ConfigError: they differ.
+    """
     settings = config.models.reference_or_teacher
     if settings is None or settings.source in _OF_POLICY:
         return
@@ -110,9 +127,11 @@ def _check_tokenizer(config: RunConfig, vocab_size: int, reference_vocab_size: i
                 f"{model} has another tokenizer than the run: token {token!r} has the id {theirs.get(token)} there and "
                 f"{ours.get(token)} here; use a {config.models.role} with the run's tokenizer"
             )
-    elif reference_vocab_size not in (None, vocab_size):
+        return
+    vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
+    if reference.arch.vocab_size not in (None, vocab_size):
         raise ConfigError(
-            f"{model} has a vocabulary of {reference_vocab_size} entries and the run one of {vocab_size}; use a "
+            f"{model} has a vocabulary of {reference.arch.vocab_size} entries and the run one of {vocab_size}; use a "
             f"{config.models.role} with the run's tokenizer"
         )
 
@@ -120,6 +139,7 @@ def _check_tokenizer(config: RunConfig, vocab_size: int, reference_vocab_size: i
 def _of_source(config: RunConfig, settings: ReferenceModelConfig) -> RunConfig:
     if settings.source in _OF_POLICY:
         return config
+    run = config
     config = dataclasses.replace(config, adapter=AdapterConfig())
     try:
         if settings.hf_path is not None:
@@ -138,7 +158,7 @@ def _of_source(config: RunConfig, settings: ReferenceModelConfig) -> RunConfig:
         )
     if settings.update_interval is not None:
         _refuse_another_architecture(config, reference)
-    return reference
+    return dataclasses.replace(reference, policy=run)
 
 
 def _of_hugging_face(config: RunConfig, hf_path: str) -> RunConfig:

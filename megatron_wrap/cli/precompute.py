@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_wrap.bridge.loading.hub import read_run
-from megatron_wrap.checkpoint.reference_config import precompute_config
+from megatron_wrap.checkpoint.reference_config import check_tokenizer, precompute_config
 from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.launching import (
     add_launch_arguments,
@@ -68,6 +68,7 @@ def run_rank(folder: str, config: str, *overrides: str) -> None:
         with MegatronWrap(precompute_config(run_config)) as wrap:
             wrap.initialize()
             wrap.setup_model()
+            check_tokenizer(run_config, wrap.config, wrap.tokenizer)
             from megatron_wrap.engine.precompute import precompute  # after the platform, whose Megatron-Core it imports
 
             skip_bad = run_config.data.on_bad_sample == "skip"

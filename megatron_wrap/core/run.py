@@ -55,7 +55,13 @@ class Run:
         is_new = starting_checkpoint(config) is None
         from_hugging_face = is_new and config.model_provider.hf_path is not None
         self.state: TrainingState = build_training_state(
-            config, platform, parallel, tokenizer, from_hugging_face=is_new, training=training
+            config,
+            platform,
+            parallel,
+            tokenizer,
+            from_hugging_face=is_new,
+            training=training,
+            reference=reference_config if training else None,
         )
         if training and reference_config is not None:
             add_reference_model(self.state, reference_config, tokenizer)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_wrap.data.order.sample_sets import SampleSet
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.batches.sample_sharing import rows_in_order
 from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
@@ -46,10 +47,11 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
     samples = state.sharing.share(samples, f"evaluate({name})")
     if not len(samples):
         raise DataError(f"wrap.evaluate: the set {name!r} is empty")
+    name_of = samples.where if isinstance(samples, SampleSet) else None
     sums, seed = MetricSums(state.platform.device), state.config.train.seed
     with evaluation_mode(state):
         for start, batch in _batches(state, samples):
-            micro_batches = split(state, batch, state.micro_batching, seed + start)
+            micro_batches = split(state, batch, state.micro_batching, seed + start, _names(name_of, start))
             # the weight of the batch is not needed: the sums and weights of all batches are reduced at the end
             step_weights = dict.fromkeys(micro_batches.training[0].weights, 1.0)
             loss = normalized_loss(state, step_weights, len(micro_batches.training), sums)
@@ -80,8 +82,13 @@ def with_adapter(state: TrainingState, name: str | None) -> Iterator[None]:
         yield
 
 
-def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
+def forward(
+    state: TrainingState, samples: Sequence[Any] | None, name_of: Callable[[int], str] | None = None
+) -> list[dict[str, Tensor]]:
     """The outputs of the flow's `calculate_outputs` for each sample. Collective.
+
+    Args:
+        name_of: index of a sample -> its name in messages; None: they name its index.
 
     Returns:
         On every rank one dictionary of CPU tensors per sample, in order: the sample's row of each output. A row with a
@@ -97,7 +104,8 @@ def forward(state: TrainingState, samples: Sequence[Any] | None) -> list[dict[st
     results: list[dict[str, Tensor]] = []
     with evaluation_mode(state):
         for start, batch in _batches(state, samples):
-            micro_batches = split(state, batch, state.micro_batching.by_samples(), seed + start)
+            by_samples = state.micro_batching.by_samples()
+            micro_batches = split(state, batch, by_samples, seed + start, _names(name_of, start))
             refuse_without_routing(state, micro_batches.training, ("R3",))
             rows: list[dict[str, Tensor]] = []
             for run in equal_runs(state, micro_batches.training):
@@ -131,6 +139,11 @@ def _batches(state: TrainingState, samples: Sequence[Any]) -> Iterator[tuple[int
     size = state.config.train.global_batch_size
     for start in range(0, len(samples), size):
         yield start, [samples[index] for index in range(start, min(start + size, len(samples)))]
+
+
+def _names(name_of: Callable[[int], str] | None, start: int) -> Callable[[int], str] | None:
+    """`name_of` for the samples from `start` on."""
+    return None if name_of is None else lambda index: name_of(start + index)
 
 
 def _outputs(

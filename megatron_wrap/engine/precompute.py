@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from torch import Tensor
@@ -50,9 +50,9 @@ def precompute(
     return count
 
 
-def _store(state: TrainingState, batch: list[tuple[bytes, Any]], writer: list[PrecomputedWriter], role: str) -> int:
-    samples = [sample for _, sample in batch]
-    outputs = forward(state, samples)
+def _store(state: TrainingState, batch: list[_Usable], writer: list[PrecomputedWriter], role: str) -> int:
+    samples = [usable.sample for usable in batch]
+    outputs = forward(state, samples, lambda index: batch[index].where)
     others = state.flow.get_samples_to_precompute([state.prepare_sample(sample) for sample in samples])
     if others is not None:
         of_others = forward(state, [other for other, _ in others])
@@ -60,9 +60,9 @@ def _store(state: TrainingState, batch: list[tuple[bytes, Any]], writer: list[Pr
             row.update({f"{STEP_PREFIX}{name}": tensor for name, tensor in {**tensors, **other_outputs}.items()})
 
     def add() -> None:
-        for (key, _), row in zip(batch, outputs, strict=True):
+        for usable, row in zip(batch, outputs, strict=True):
             named = {f"{role}_{name}": tensor for name, tensor in row.items()}
-            writer[0].add(key, {name: _array(tensor) for name, tensor in named.items()})
+            writer[0].add(usable.key, {name: _array(tensor) for name, tensor in named.items()})
 
     on_rank_0(add)
     return len(batch)
@@ -74,10 +74,18 @@ def _array(tensor: Tensor) -> numpy.ndarray:
     return array
 
 
-def _distinct(
-    prepare: Callable[[Any], Any], samples: Iterable[tuple[str, Any]], skip_bad: bool
-) -> Iterator[tuple[bytes, Any]]:
-    """(hash, sample) of each usable sample, once."""
+class _Usable(NamedTuple):
+    """A sample that the flow accepts."""
+
+    key: bytes
+    """Its hash."""
+    where: str
+    """`FILE:ROW`."""
+    sample: Any
+
+
+def _distinct(prepare: Callable[[Any], Any], samples: Iterable[tuple[str, Any]], skip_bad: bool) -> Iterator[_Usable]:
+    """Each usable sample, once."""
     seen: set[bytes] = set()
     for where, sample in samples:
         try:
@@ -92,4 +100,4 @@ def _distinct(
                 continue
             raise error if error is sample else DataError(f"{where}: {error}") from error
         seen.add(key)
-        yield key, sample
+        yield _Usable(key, where, sample)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, collate
-from megatron_wrap.engine.batches.micro_batching import prepared_samples
+from megatron_wrap.engine.batches.micro_batching import names_by_index, prepared_samples
 from megatron_wrap.engine.batches.packed_rows import pack
 from megatron_wrap.engine.batches.prepared_batch import PreparedBatch
 from megatron_wrap.engine.passes.deferred_reduction import deferred_reduction
@@ -211,7 +211,7 @@ def _runs_of_one(
 
 def _single(state: TrainingState, samples: Sequence[Any], indices: Sequence[int]) -> list[MicroBatch]:
     """A micro-batch of each of the samples with these indices, before padding and splitting. No communication."""
-    prepared = prepared_samples(state.prepare_sample, samples)
+    prepared = prepared_samples(state.prepare_sample, samples, names_by_index(samples))
     seed = state.config.train.seed + state.progress.consumed_samples
     single = [
         replace(collate(state.flow, [prepared(index)], seed + index), sample_indices=(index,)) for index in indices

@@ -3,7 +3,7 @@ output: the one beginning of a step, of a part of a step, and of an evaluation."
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_wrap.engine.batches.context_parallel_shard import NOISE
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches
-from megatron_wrap.engine.batches.micro_batching import MicroBatching, prepared_samples, split_batch
+from megatron_wrap.engine.batches.micro_batching import MicroBatching, names_by_index, prepared_samples, split_batch
 from megatron_wrap.engine.batches.prepared_batch import PreparedBatch, batch_key
 from megatron_wrap.engine.passes.loss import NormalizedLoss
 from megatron_wrap.engine.reference.reference_model import with_reference_outputs
@@ -51,10 +51,17 @@ def replica_micro_batches(state: TrainingState, batch: Sequence[Any], start: int
     return ReplicaMicroBatches(tuple(moved), micro_batches.statistics)
 
 
-def split(state: TrainingState, batch: Sequence[Any], micro_batching: MicroBatching, seed: int) -> ReplicaMicroBatches:
-    """`split_batch` of samples as they were read."""
-    prepared = prepared_samples(state.prepare_sample, batch)
-    return split_batch(state.flow, len(batch), prepared, micro_batching, seed, state.parallel.dp)
+def split(
+    state: TrainingState,
+    batch: Sequence[Any],
+    micro_batching: MicroBatching,
+    seed: int,
+    name_of: Callable[[int], str] | None = None,
+) -> ReplicaMicroBatches:
+    """`split_batch` of samples as they were read; without `name_of` messages name them by their index."""
+    name_of = name_of or names_by_index(batch)
+    prepared = prepared_samples(state.prepare_sample, batch, name_of)
+    return split_batch(state.flow, len(batch), prepared, micro_batching, seed, state.parallel.dp, name_of)
 
 
 def loss_micro_batches(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_wrap.config.checks.vocabulary import check_token_ids
 from megatron_wrap.config.schema.keys import key
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow.contract.base import LossOutput
@@ -50,6 +51,7 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
         are in memory for a whole step."""
 
     supports_packing = True
+    token_id_fields = (*MegatronWrapGPTModelNextTokenFlow.token_id_fields, TEACHER_IDS)
 
     @property
     def _kind(self) -> DivergenceKind:
@@ -60,6 +62,19 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
         """The base class's fields, and the outputs of the teacher and of this model."""
         fields = (VALUES, IDS, TEACHER_VALUES, TEACHER_IDS, TEACHER_LOGITS)
         return {**super().get_fields_and_seqdims(), **dict.fromkeys(fields, 1)}
+
+    def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """As gpt_sft.
+
+        Raises:
+            DataError: also, an id of `teacher_top_k_ids` is outside the vocabulary.
+        """
+        prepared = super().prepare_sample(sample)
+        if sample.get(TEACHER_IDS) is None:
+            return prepared
+        prepared[TEACHER_IDS] = _tensor(sample, TEACHER_IDS, torch.long)
+        check_token_ids(TEACHER_IDS, prepared[TEACHER_IDS], self.context.num_token_ids)
+        return prepared
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """As gpt_sft; the teacher's logits, where the samples contain them, are [B, S, K].
@@ -77,14 +92,14 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
             return {}
         columns: dict[str, Tensor] = {}
         for name, dtype in ((TEACHER_VALUES, torch.float32), (TEACHER_IDS, torch.long)):
-            rows = [torch.as_tensor(sample[name], dtype=dtype) for sample in samples]
+            rows = [_tensor(sample, name, dtype) for sample in samples]
             columns[name] = torch.zeros(len(rows), width, rows[0].shape[-1], dtype=dtype)
             for index, (row, sample) in enumerate(zip(rows, samples, strict=True)):
                 tokens = len(self._encoded(sample)) - 1
                 if row.dim() != 2 or len(row) not in (tokens, min(tokens, self.seq_length)):
                     raise DataError(
-                        f"{name} of sample {index + 1} of the micro-batch has shape {list(row.shape)}, but the sample "
-                        f"predicts {counted(tokens, 'token')}; give [{tokens}, K]"
+                        f"{name} has shape {list(row.shape)}, but the sample predicts {counted(tokens, 'token')}; "
+                        f"give [{tokens}, K]"
                     )
                 kept = row[-self.seq_length :] if self.flow_config.truncation == "left" else row[: self.seq_length]
                 columns[name][index, : len(kept)] = kept
@@ -98,14 +113,14 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
         """
         options, mask = self.flow_config, loss_inputs["loss_mask"]
         teacher = _teacher(loss_inputs)
-        if isinstance(teacher, Tensor) and teacher.shape != model_forward_output.shape:
-            raise FlowError(
-                f"gpt_distill: the teacher's logits {list(teacher.shape)} and the student's "
-                f"{list(model_forward_output.shape)} differ; the vocabularies have other sizes, so set "
-                "megatron_wrap.flow.top_k"
-            )
-        mixture = options.beta if self._kind == "jensen_shannon" else 0.5
-        per_token = kl_divergence(model_forward_output, teacher, self._kind, options.temperature, mixture=mixture)
+        per_token = kl_divergence(
+            model_forward_output,
+            teacher,
+            self._kind,
+            options.temperature,
+            mixture=options.beta if self._kind == "jensen_shannon" else 0.5,
+            vocab_size=self.context.common_vocab_size,
+        )
         loss_sum = self.token_mean(per_token, mask)
         metrics: dict[str, Metric] = {"divergence": (loss_sum.detach(), mask.sum())}
         if options.label_weight:
@@ -130,10 +145,20 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
 
     def _largest(self, logits: Tensor) -> dict[str, Tensor]:
         count = self.flow_config.top_k
-        if count > self.vocab_size:
-            raise FlowError(f"megatron_wrap.flow.top_k {count} is larger than the vocabulary of {self.vocab_size}")
+        if count > self.context.num_token_ids:
+            raise FlowError(
+                f"megatron_wrap.flow.top_k {count} is larger than the vocabulary of {self.context.num_token_ids}; "
+                "lower it"
+            )
         best = top_k(logits, count)
         return {VALUES: best.values, IDS: best.ids}
+
+
+def _tensor(sample: Mapping[str, Any], name: str, dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.as_tensor(sample[name], dtype=dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise DataError(f"{name} is no table of numbers ({error}); give [tokens, K]") from error
 
 
 def _teacher(loss_inputs: Mapping[str, Tensor]) -> Tensor | TopK:

@@ -24,7 +24,7 @@ class ModelRequest:
     experts_impl: str
     """How experts are computed: "grouped_mm", "transformer_engine" or "sequential"; meaningless without experts."""
     vocab_size: int
-    """Size of the vocabulary without padding."""
+    """Number of ids that the model predicts: the size of the vocabulary without padding, or less."""
     padded_vocab_size: int
     """Global number of rows of the embedding, a multiple of the tensor-parallel size."""
     pre_process: bool

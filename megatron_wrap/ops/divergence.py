@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -20,9 +20,11 @@ from megatron_wrap.ops.vocabulary import (
     block_log_probs,
     check_logits,
     check_temperature,
+    columns_below,
     compute_dtype,
     log_normalizer,
     token_blocks,
+    with_infinite,
 )
 from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
 from megatron_wrap.parallel.state import tensor_parallel_group
@@ -40,6 +42,7 @@ def kl_divergence(
     temperature: float = 1.0,
     group: ProcessGroup | None = None,
     mixture: float = 0.5,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Divergence at each token, in nats; fp32 (float64 for float64 logits).
 
@@ -56,7 +59,9 @@ def kl_divergence(
     vocabulary, except for reverse, which would be infinite: there q is the softmax over the k ids, and other logits of
     the student get no gradient. With k = V, all three equal the result for whole logits.
 
-    Unlike in some distillation losses, the result is not multiplied by temperature^2.
+    The result is inf where the distribution that is averaged over has an id that is padding of the other vocabulary.
+    With `vocab_size` both softmaxes are over the ids below it, the rows that models of different numbers of rows have
+    in common. Unlike in some distillation losses, the result is not multiplied by temperature^2.
 
     Args:
         student_logits: [B, S, V/tp], this rank's columns of the vocabulary.
@@ -65,23 +70,19 @@ def kl_divergence(
         temperature: divides the logits of both, > 0.
         group: the tensor-parallel group; default: the current layout's.
         mixture: of jensen_shannon: the teacher's share of m, between 0 and 1.
+        vocab_size: number of ids that both models have; None: all.
 
     Returns:
         [B, S], equal on every tensor-parallel rank.
 
     Raises:
-        FlowError: unknown kind, non-positive temperature, mixture outside (0, 1), mismatched shapes, or a TopK that
-            requires a gradient.
+        FlowError: unknown kind, an argument out of range, mismatched shapes, or a TopK that requires a gradient.
     """
-    if kind not in get_args(DivergenceKind):
-        raise FlowError(f"kl_divergence has no kind {kind!r}; choose one of {', '.join(get_args(DivergenceKind))}")
-    check_temperature(temperature)
-    if not 0 < mixture < 1:
-        raise FlowError(f"mixture {mixture} is not between 0 and 1; use kind forward for 0 and reverse for 1")
+    _check_options(kind, temperature, mixture)
     check_logits("student_logits", student_logits)
     group = group or tensor_parallel_group()
     if isinstance(teacher, TopK):
-        return top_k_divergence(student_logits, teacher, kind, temperature, group, mixture)
+        return top_k_divergence(student_logits, teacher, kind, temperature, group, mixture, vocab_size)
     if not isinstance(teacher, Tensor):
         raise FlowError(f"the teacher is a {type(teacher).__name__}; pass its logits or a TopK(values, ids)")
     if teacher.shape != student_logits.shape:
@@ -92,7 +93,16 @@ def kl_divergence(
     check_logits("teacher logits", teacher)
     first, second = (student_logits, teacher) if kind == "reverse" else (teacher, student_logits)
     formula = _jensen_shannon(mixture) if kind == "jensen_shannon" else _KULLBACK_LEIBLER
-    return _Divergence.apply(first, second, formula, temperature, group)
+    columns = columns_below(vocab_size, student_logits.shape[-1], group)
+    return _Divergence.apply(first, second, formula, temperature, group, columns)
+
+
+def _check_options(kind: str, temperature: float, mixture: float) -> None:
+    if kind not in get_args(DivergenceKind):
+        raise FlowError(f"kl_divergence has no kind {kind!r}; choose one of {', '.join(get_args(DivergenceKind))}")
+    check_temperature(temperature)
+    if not 0 < mixture < 1:
+        raise FlowError(f"mixture {mixture} is not between 0 and 1; use kind forward for 0 and reverse for 1")
 
 
 class _Formula(NamedTuple):
@@ -147,8 +157,15 @@ def _jensen_shannon(mixture: float) -> _Formula:
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, first: Tensor, second: Tensor, formula: _Formula, temperature: float, group: ProcessGroup
+        ctx: Any,
+        whole_first: Tensor,
+        whole_second: Tensor,
+        formula: _Formula,
+        temperature: float,
+        group: ProcessGroup,
+        columns: int,
     ) -> Tensor:
+        first, second = whole_first[..., :columns], whole_second[..., :columns]
         dtype = compute_dtype(first, second)
         normalizers = [log_normalizer(logits, dtype, temperature, group) for logits in (first, second)]
         sums: list[Tensor] = []
@@ -159,29 +176,32 @@ class _Divergence(torch.autograd.Function):
                 total[block] = share
         for total in sums:
             reduce_in_place(total, "sum", group)
-        ctx.save_for_backward(first, second, *normalizers, *sums)
-        ctx.formula, ctx.temperature = formula, temperature
+        ctx.save_for_backward(whole_first, whole_second, *normalizers, *sums)
+        ctx.formula, ctx.temperature, ctx.columns = formula, temperature, columns
         if not sums:  # no tokens
             return torch.empty_like(normalizers[0])
-        return torch.stack([total * weight for total, weight in zip(sums, formula.weights, strict=True)]).sum(dim=0)
+        weighted = [total * weight for total, weight in zip(sums, formula.weights, strict=True)]
+        return with_infinite(torch.stack(weighted).sum(dim=0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        first, second, *others = ctx.saved_tensors
-        normalizers, sums = others[:2], others[2:]
+        whole, normalizers, sums = ctx.saved_tensors[:2], ctx.saved_tensors[2:4], ctx.saved_tensors[4:]
+        first, second = (logits[..., : ctx.columns] for logits in whole)
         grads: list[Tensor | None] = [None, None]
-        for index, logits in enumerate((first, second)):
+        for index, logits in enumerate(whole):
             if not ctx.needs_input_grad[index]:
                 continue
-            grad = grads[index] = torch.empty_like(logits)
-            for block in _blocks(logits, normalizers[0].dtype):
+            whole_grad = grads[index] = torch.empty_like(logits)
+            whole_grad[..., ctx.columns :] = 0.0
+            grad = whole_grad[..., : ctx.columns]
+            for block in _blocks(first, normalizers[0].dtype):
                 logs = _log_probs_of_both(first, second, normalizers, block, ctx.temperature)
                 own_sum = sums[min(index, len(sums) - 1)][block].unsqueeze(-1)
                 gradient = ctx.formula.gradients[index](logs[index], logs[1 - index], own_sum)
                 grad[block] = gradient.mul_(grad_outputs[0][block].unsqueeze(-1) / ctx.temperature)
                 del logs, gradient  # free the memory before the next block
-        return grads[0], grads[1], None, None, None
+        return grads[0], grads[1], None, None, None, None
 
 
 def _blocks(logits: Tensor, dtype: torch.dtype) -> Iterator[Block]:
@@ -189,7 +209,7 @@ def _blocks(logits: Tensor, dtype: torch.dtype) -> Iterator[Block]:
 
 
 def _log_probs_of_both(
-    first: Tensor, second: Tensor, normalizers: list[Tensor], block: Block, temperature: float
+    first: Tensor, second: Tensor, normalizers: Sequence[Tensor], block: Block, temperature: float
 ) -> tuple[Tensor, Tensor]:
     return (
         block_log_probs(first[block], normalizers[0][block], temperature),

@@ -21,6 +21,7 @@ from megatron_wrap.ops.vocabulary import (
     CHUNK_BYTES,
     clamp_log_probs,
     compute_dtype,
+    exclude_outside,
     exponentials,
     finite_max,
     local_indices,
@@ -42,8 +43,8 @@ def token_log_probs(
 
     Args:
         logits: [B, S, V/tp], this rank's columns of the vocabulary.
-        ids: [B, S], global ids, equal on all tensor-parallel ranks. An id outside the vocabulary (such as -100) gives a
-            finite but meaningless result, which must be masked.
+        ids: [B, S], global ids, equal on all tensor-parallel ranks. A negative id (such as -100) gives a finite but
+            meaningless result, which must be masked; an id of padding or above the vocabulary has probability 0, -inf.
         group: the tensor-parallel group; default: the current layout's.
         loss_gradient: [B, S], the derivative of the flow's `loss_sum` with respect to the result, if it is known
             beforehand: with logits that are not stored their gradient is then computed in the forward pass, which saves
@@ -126,11 +127,12 @@ class _TokenLogProbs(torch.autograd.Function):
         log_normalizer = highest_anywhere + log_total
         ctx.save_for_backward(logits, local_ids, highest, log_normalizer)
         ctx.kept, ctx.overwrite = kept, overwrite
+        log_probs = exclude_outside(sums[1], ids, logits, group) - log_normalizer
         if weighted is None:
-            return sums[1] - log_normalizer
+            return log_probs
         entropies = log_total - sums[2] / sums[0]
         ctx.mark_non_differentiable(entropies)
-        return sums[1] - log_normalizer, entropies
+        return log_probs, entropies
 
     @staticmethod
     @once_differentiable

@@ -15,9 +15,11 @@ from megatron_wrap.ops.vocabulary import (
     Block,
     check_logits,
     compute_dtype,
+    exclude_outside,
     exponentials,
     local_indices,
     log_normalizer,
+    masked_below,
     owned_logits,
     token_blocks,
 )
@@ -25,7 +27,6 @@ from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
 from megatron_wrap.parallel.state import tensor_parallel_group
 
 _ID_SET_BYTES = 40  # per id of a set: index, copies, logit, masks
-_MASKED = -1e30  # larger than any padding column in bf16 and fp32, smaller than any other logit
 
 
 class TokenTerms(NamedTuple):
@@ -84,8 +85,7 @@ def token_terms(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) 
 
     Args:
         logits: [B, S, V/tp], this rank's columns of the vocabulary.
-        ids: [B, S], global ids, equal on all tensor-parallel ranks. The result of an id outside the vocabulary (such as
-            -100) is finite but meaningless.
+        ids: [B, S], global ids, equal on all tensor-parallel ranks; outside the vocabulary as for `token_log_probs`.
         group: the tensor-parallel group; default: the current layout's.
     """
     check_logits("logits", logits, ("ids", ids.unsqueeze(-1)))
@@ -99,8 +99,8 @@ def gather_logits(logits: Tensor, id_sets: Tensor, group: ProcessGroup | None = 
 
     Args:
         logits: [B, S, V/tp], this rank's columns of the vocabulary.
-        id_sets: [B, S, K], global ids, equal on all tensor-parallel ranks, in any order and possibly repeated. The
-            result of an id outside the vocabulary is meaningless.
+        id_sets: [B, S, K], global ids, equal on all tensor-parallel ranks, in any order and possibly repeated; outside
+            the vocabulary as for `token_log_probs`.
         group: the tensor-parallel group; default: the current layout's.
 
     Returns:
@@ -201,6 +201,8 @@ def _values_of_ids(logits: Tensor, id_sets: Tensor, dtype: torch.dtype, group: P
         values[block] = owned_logits(logits[block], indices, owned, dtype)
         del indices, owned
     reduce_in_place(values, "sum", group)
+    for block in token_blocks(id_sets.shape[:-1], id_sets.shape[-1] * _ID_SET_BYTES):
+        exclude_outside(values[block], id_sets[block], logits, group)
     return values
 
 
@@ -218,4 +220,4 @@ def _mean_logits(logits: Tensor, dtype: torch.dtype, group: ProcessGroup) -> tup
 
 def _masked(logits: Tensor) -> Tensor:
     """Where a logit is padding of the vocabulary or -inf, also after a division by a temperature."""
-    return logits <= max(_MASKED, torch.finfo(logits.dtype).min / 4)
+    return logits <= masked_below(logits.dtype)

@@ -27,11 +27,14 @@ from megatron_wrap.ops.vocabulary import (
     block_log_probs,
     check_logits,
     clamp_log_probs,
+    columns_below,
     compute_dtype,
+    exclude_outside,
     local_indices,
     log_normalizer,
     owned_logits,
     token_blocks,
+    with_infinite,
 )
 from megatron_wrap.parallel.collectives import ProcessGroup, reduce_in_place
 
@@ -39,7 +42,13 @@ _NUMBERS_PER_ID = 12  # 8-byte numbers per known id: index, masks, log-probabili
 
 
 def top_k_divergence(
-    student_logits: Tensor, teacher: TopK, kind: str, temperature: float, group: ProcessGroup, mixture: float = 0.5
+    student_logits: Tensor,
+    teacher: TopK,
+    kind: str,
+    temperature: float,
+    group: ProcessGroup,
+    mixture: float = 0.5,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """`kl_divergence` for a TopK teacher, after validation of kind and temperature; same arguments and errors."""
     values, ids = teacher
@@ -48,7 +57,8 @@ def top_k_divergence(
         raise FlowError(f"the teacher's values {list(values.shape)} and ids {list(ids.shape)} differ in shape")
     if values.requires_grad:
         raise FlowError("a TopK teacher cannot get a gradient; detach its values, or pass the teacher's whole logits")
-    return _TopKDivergence.apply(student_logits, values, ids, kind, temperature, group, mixture)
+    columns = columns_below(vocab_size, student_logits.shape[-1], group)
+    return _TopKDivergence.apply(student_logits, values, ids, kind, temperature, group, mixture, columns)
 
 
 class _TopKDivergence(torch.autograd.Function):
@@ -62,9 +72,11 @@ class _TopKDivergence(torch.autograd.Function):
         temperature: float,
         group: ProcessGroup,
         mixture: float,
+        columns: int,
     ) -> Tensor:
         dtype = compute_dtype(logits, values)
-        normalizer_of_all = log_normalizer(logits, dtype, temperature, group) if kind != "reverse" else None
+        known_columns = logits[..., :columns]
+        normalizer_of_all = log_normalizer(known_columns, dtype, temperature, group) if kind != "reverse" else None
         result = torch.empty(ids.shape[:-1], dtype=dtype, device=logits.device)
         # saved per token for the backward
         normalizer = torch.empty_like(result) if normalizer_of_all is None else normalizer_of_all
@@ -73,6 +85,7 @@ class _TopKDivergence(torch.autograd.Function):
             indices, owned = local_indices(ids[block], logits.shape[-1], group)
             log_q = owned_logits(logits[block], indices, owned, dtype)
             reduce_in_place(log_q, "sum", group)
+            exclude_outside(log_q, ids[block], logits, group).masked_fill_(ids[block] < 0, -math.inf)
             log_q.div_(temperature)
             if kind == "reverse":
                 normalizer[block] = log_q.logsumexp(dim=-1)
@@ -81,8 +94,8 @@ class _TopKDivergence(torch.autograd.Function):
             result[block], mean[block] = _value_and_mean(kind, log_q, log_p, mixture)
             del indices, owned, log_q, log_p  # free the memory before the next block
         ctx.save_for_backward(logits, values, ids, normalizer, mean)
-        ctx.kind, ctx.temperature, ctx.group, ctx.mixture = kind, temperature, group, mixture
-        return result
+        ctx.kind, ctx.temperature, ctx.group, ctx.mixture, ctx.columns = kind, temperature, group, mixture, columns
+        return with_infinite(result)
 
     @staticmethod
     @once_differentiable
@@ -98,10 +111,11 @@ class _TopKDivergence(torch.autograd.Function):
             of_known = _gradient_of_known(ctx.kind, log_q, log_p, mean[block].unsqueeze(-1), ctx.mixture)
             known = of_known.masked_fill_(~owned, 0.0)
             part = _gradient_of_all(ctx.kind, logits, block, normalizer, mean, ctx.temperature, ctx.mixture)
+            part[..., ctx.columns :] = 0.0
             part.scatter_add_(-1, indices, known)
             grad[block] = part.mul_(grad_outputs[0][block].unsqueeze(-1) / ctx.temperature)
             del indices, owned, log_q, log_p, of_known, known, part
-        return grad, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None
 
 
 def _known_bytes(ids: Tensor) -> int:

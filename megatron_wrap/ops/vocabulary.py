@@ -3,7 +3,8 @@
 Logits are [..., V/tp], in a flow [B, S, V/tp]: tensor-parallel rank r holds the V/tp columns from `r * V/tp`. A loss is
 replicated over TP, so sums over TP have an identity backward: each rank's gradient is that of its own columns.
 Half-precision logits are computed in fp32. Padding columns of the vocabulary contain `finfo.min / 2`
-(`model/gpt_provider.py`): they have probability 0 and contribute nothing to values and gradients.
+(`model/vocabulary_padding.py`): they have probability 0 and contribute nothing to values and gradients. An id of a
+padding column or above the vocabulary has the logit -inf, so that a loss that uses it is not finite and ends the step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ CHUNK_BYTES = 256 * 2**20
 """Maximum temporary memory of one block of tokens, in bytes; a block has at least one token."""
 TOKEN_BYTES = 64
 """Maximum memory that an operation keeps per token besides its blocks, in bytes: normalizers and other scalars."""
+
+_MASKED = -1e30  # larger than any padding column in bf16 and fp32, smaller than any other logit
+_INFINITE = 1e30  # larger than any divergence, smaller than one that clamped log-probabilities make finite
 
 Block = tuple[slice, ...]
 """Index of one block of tokens: a slice for each dimension of a tensor except the last."""
@@ -68,6 +72,28 @@ def owned_logits(logits: Tensor, indices: Tensor, owned: Tensor, dtype: torch.dt
     return logits.gather(-1, indices).to(dtype).masked_fill_(~owned, 0.0)
 
 
+def masked_below(dtype: torch.dtype) -> float:
+    """Logits up to this value are padding of the vocabulary or -inf, also after a division by a temperature."""
+    return max(_MASKED, torch.finfo(dtype).min / 4)
+
+
+def exclude_outside(values: Tensor, ids: Tensor, logits: Tensor, group: ProcessGroup) -> Tensor:
+    """The logits of ids, summed over ranks, with -inf in place for each id that is padding or above the vocabulary. A
+    negative id, such as -100 of a token without loss, keeps its meaningless value."""
+    outside = ids >= logits.shape[-1] * group.size()
+    return values.masked_fill_(outside.logical_or_(values <= masked_below(logits.dtype)), -math.inf)
+
+
+def with_infinite(divergences: Tensor) -> Tensor:
+    """Divergences with inf in place where p is positive and q is 0, which clamped log-probabilities make finite."""
+    return divergences.masked_fill_(divergences > _INFINITE, math.inf)
+
+
+def columns_below(vocab_size: int | None, columns: int, group: ProcessGroup) -> int:
+    """Number of this rank's columns whose ids are below `vocab_size`; None: all columns."""
+    return columns if vocab_size is None else min(max(vocab_size - group.rank() * columns, 0), columns)
+
+
 def normalizer_parts(
     logits: Tensor, dtype: torch.dtype, temperature: float = 1.0, limit: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -81,7 +107,10 @@ def normalizer_parts(
 
 
 def finite_max(logits: Tensor, dtype: torch.dtype, temperature: float = 1.0) -> Tensor:
-    """[..., C] -> [...]: maximum of logits / temperature; finite even if all are -inf: their sum is 0, not NaN."""
+    """[..., C] -> [...]: maximum of logits / temperature; finite even if all are -inf, or C is 0: their sum is 0, not
+    NaN."""
+    if logits.shape[-1] == 0:
+        return torch.full(logits.shape[:-1], torch.finfo(dtype).min / 2, dtype=dtype, device=logits.device)
     return logits.amax(dim=-1).to(dtype).div_(temperature).clamp_(min=torch.finfo(dtype).min / 2)
 
 

@@ -84,7 +84,8 @@ def run_case(
         wrap.initialize()
         wrap.setup_model_and_optimizer()
         state, size = wrap.state, wrap.global_batch_size
-        try_flow(state.flow, [state.prepare_sample(sample) for sample in samples[:size]], config.train.seed)
+        prepared = [(f"sample {index}", state.prepare_sample(sample)) for index, sample in enumerate(samples[:size])]
+        try_flow(state.flow, prepared, config.train.seed)
         state.extra_padding = extra_padding
         observer = Observer(noise)
         state.calculate_loss = observer.around(state.calculate_loss)

@@ -18,10 +18,12 @@ SMALLER = (
 """Another architecture with other weights."""
 
 
-def export(folder: str | Path, overrides: Sequence[str] = ()) -> None:
-    """A Hugging Face folder of a run's first weights."""
+def export(folder: str | Path, overrides: Sequence[str] = (), with_checkpoint: bool = False) -> None:
+    """A Hugging Face folder of a run's first weights, and a checkpoint of them."""
     with started(runs.CONFIG, [*runs.DPO, *overrides]) as wrap:
         wrap.save_pretrained(folder)
+        if with_checkpoint:
+            wrap.save()
 
 
 def precompute(overrides: Sequence[str], samples: Sequence[Any], folder: str | Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import _dpo_runs as dpo
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _checkpoint_runs import CP2, PP2, TP2
-from _covering import covering
+from _covering import covering, quick
 from _trl_runs import model_of
 
 from megatron_wrap.config import load_run_config
@@ -61,48 +62,65 @@ def overrides_of(variant: str, teacher: object) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def of_torch(ranks, teacher):
     """(loss, gradient norm) of each step by trl's divergence on transformers' models, by variant."""
-    from transformers import AutoModelForCausalLM
-    from trl.experimental.gkd import GKDTrainer
-
     actual: dict[str, list[tuple[float, float]]] = {}
 
     def steps_of(variant: str) -> list[tuple[float, float]]:
-        if variant in actual:
-            return actual[variant]
-        options = VARIANTS[variant]
-        overrides = overrides_of(variant, f"{{hf_path: {teacher}}}")
-        config = load_run_config(dpo.CONFIG, overrides)
-        student = model_of(config, ranks(1).run(runs.initial_weights, overrides)[0])
-        theirs = AutoModelForCausalLM.from_pretrained(teacher).eval()
-        optimizer = torch.optim.AdamW(student.parameters(), lr=config.learning_rate.lr, weight_decay=0.0)
-        taken = []
-        for step in range(STEPS):
-            loss = torch.zeros(())
-            batch = sequences()[step * dpo.BATCH : (step + 1) * dpo.BATCH]
-            tokens = sum(sum(sample["loss_mask"][1:]) for sample in batch)
-            for sample in batch:
-                ids = torch.tensor([sample["input_ids"]])
-                labels = torch.where(torch.tensor([sample["loss_mask"]]) != 0, ids, -100)[:, 1:]
-                student_logits = student(ids).logits[:, :-1]
-                with torch.no_grad():
-                    teacher_logits = theirs(ids).logits[:, :-1]
-                loss = loss + GKDTrainer.generalized_jsd_loss(
-                    student_logits, teacher_logits, labels, options["beta"], options.get("temperature", 1.0), "sum"
-                )
-                weight = options.get("label_weight", 0.0)
-                if weight and bool((labels != -100).any()):
-                    loss = loss + weight * F.cross_entropy(
-                        student_logits.flatten(0, 1), labels.flatten(), reduction="sum"
-                    )
-            (loss / tokens).backward()
-            norm = torch.nn.utils.clip_grad_norm_(student.parameters(), config.optimizer.clip_grad)
-            optimizer.step()
-            optimizer.zero_grad()
-            taken.append((float(loss.detach()) / tokens, float(norm)))
-        actual[variant] = taken
-        return taken
+        if variant not in actual:
+            overrides = overrides_of(variant, f"{{hf_path: {teacher}}}")
+            weights = ranks(1).run(runs.initial_weights, overrides)[0]
+            actual[variant] = steps_of_torch(weights, overrides, teacher, VARIANTS[variant], sequences(), dpo.VOCAB)
+        return actual[variant]
 
     return steps_of
+
+
+def steps_of_torch(
+    weights: dict[str, Any],
+    overrides: tuple[str, ...],
+    teacher: Path,
+    options: dict[str, Any],
+    samples: list[dict[str, list[int]]],
+    common: int,
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step by trl's divergence over the first `common` ids, by transformers' models."""
+    from transformers import AutoModelForCausalLM
+    from trl.experimental.gkd import GKDTrainer
+
+    config = load_run_config(dpo.CONFIG, overrides)
+    student = model_of(config, weights)
+    theirs = AutoModelForCausalLM.from_pretrained(teacher).eval()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=config.learning_rate.lr, weight_decay=0.0)
+    taken = []
+    for start in range(0, len(samples), dpo.BATCH):
+        loss = torch.zeros(())
+        batch = samples[start : start + dpo.BATCH]
+        tokens = sum(sum(sample["loss_mask"][1:]) for sample in batch)
+        for sample in batch:
+            ids = torch.tensor([sample["input_ids"]])
+            labels = torch.where(torch.tensor([sample["loss_mask"]]) != 0, ids, -100)[:, 1:]
+            student_logits = student(ids).logits[:, :-1]
+            with torch.no_grad():
+                teacher_logits = theirs(ids).logits[:, :-1, :common]
+            if "top_k" in options and options["top_k"] < common:  # the other ids have no probability
+                smallest = teacher_logits.topk(options["top_k"]).values[..., -1:]
+                teacher_logits = teacher_logits.masked_fill(teacher_logits < smallest, -1e4)
+            loss = loss + GKDTrainer.generalized_jsd_loss(
+                student_logits[..., :common],
+                teacher_logits,
+                labels,
+                options["beta"],
+                options.get("temperature", 1.0),
+                "sum",
+            )
+            weight = options.get("label_weight", 0.0)
+            if weight and bool((labels != -100).any()):
+                loss = loss + weight * F.cross_entropy(student_logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        (loss / tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(student.parameters(), config.optimizer.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append((float(loss.detach()) / tokens, float(norm)))
+    return taken
 
 
 @pytest.mark.parametrize(("variant", "layout"), covering(CASES, set))
@@ -130,6 +148,100 @@ def test_stored_logits_replace_the_teacher(ranks, teacher, tmp_path):
         for ours, theirs in zip(actual, expected, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+TOKENS, MORE_ROWS, FEWER_ROWS = 230, 520, 240
+"""Entries of the tokenizer that student and teacher share, and rows of teachers; the student has 500. Of two processes
+the second has no row that a teacher of 240 rows has."""
+ROWS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "more-forward": (MORE_ROWS, {"beta": 0.0}, ()),
+    "more-reverse-deferred": (
+        MORE_ROWS,
+        {"beta": 1.0, "temperature": 2.0},
+        ("megatron_wrap.model_provider.linear_cross_entropy=true",),
+    ),
+    "more-mixture-8-ids": (MORE_ROWS, {"beta": 0.3, "top_k": 8}, ()),
+    "fewer-mixture": (FEWER_ROWS, {"beta": 0.3, "label_weight": 0.5}, ()),
+    "fewer-forward-8-ids-deferred": (
+        FEWER_ROWS,
+        {"beta": 0.0, "top_k": 8},
+        ("megatron_wrap.model_provider.linear_cross_entropy=true",),
+    ),
+    "fewer-reverse": (FEWER_ROWS, {"beta": 1.0}, ()),
+}
+
+
+@pytest.fixture(scope="module")
+def teachers(ranks, tmp_path_factory):
+    """Number of rows -> a teacher's Hugging Face folder with the tokenizer, and its checkpoint."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folders = {}
+    words = {"</s>": 0, **{f"w{number}": number for number in range(1, TOKENS)}}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="</s>")), eos_token="</s>"
+    )
+    for rows in (MORE_ROWS, FEWER_ROWS):
+        folders[rows] = tmp_path_factory.mktemp("teacher")
+        tokenizer.save_pretrained(folders[rows] / "tokenizer")
+        overrides = (
+            *LARGER,
+            f"megatron_lm.model.arch.vocab_size={rows}",
+            f"megatron_wrap.data.tokenizer={folders[rows]}/tokenizer",
+            f"{dpo.TRAIN}.save={folders[rows]}/checkpoint",
+        )
+        ranks(1).run(seconds.export, str(folders[rows] / "hf"), overrides, True)
+    return folders
+
+
+def short_sequences(count: int = 2 * dpo.BATCH) -> list[dict[str, list[int]]]:
+    """Samples of the tokenizer's ids."""
+    return [{**sample, "input_ids": [token % TOKENS for token in sample["input_ids"]]} for sample in sequences(count)]
+
+
+@pytest.mark.parametrize("case", quick(ROWS, ("more-forward", "more-mixture-8-ids", "fewer-mixture")))
+def test_models_of_different_numbers_of_rows_are_compared_over_the_common_rows(ranks, teachers, case):
+    """As by trl's divergence on slices of the logits; on one process and two, from a folder and a checkpoint, and from
+    stored logits."""
+    rows, options, further = ROWS[case]
+    flow = (*runs.of_flow("gpt_distill", options), f"megatron_wrap.data.tokenizer={teachers[rows]}/hf", *further)
+    flow = (*flow, "megatron_lm.model.arch.make_vocab_size_divisible_by=2")
+    folder, checkpoint = f"{{hf_path: {teachers[rows]}/hf}}", f"{{checkpoint: {teachers[rows]}/checkpoint}}"
+    live = (*flow, f"{TEACHER}={folder}")
+    weights = ranks(1).run(runs.initial_weights, live)[0]
+    expected = steps_of_torch(weights, live, teachers[rows] / "hf", options, short_sequences(), min(rows, dpo.VOCAB))
+    layouts = [(1, live), (2, (*live, *TP2))]
+    layouts += [(2, (*flow, *TP2, f"{TEACHER}={checkpoint}"))] if "mixture" in case else []
+    if "top_k" in options:
+        stored = f"{{hf_path: {teachers[rows]}/hf, precomputed: {teachers[rows]}/{case}}}"
+        stored_flow = (*flow, f"{TEACHER}={stored}", *TP2)
+        assert ranks(2).run(seconds.precompute, stored_flow, short_sequences(), teachers[rows] / case)[0] == 8
+        layouts += [(1, (*flow, f"{TEACHER}={stored}"))]
+    for processes, overrides in layouts:
+        actual = ranks(processes).run(runs.train, overrides, short_sequences(), 2)[0]
+        for ours, (loss, norm) in zip(actual, expected, strict=True):
+            assert ours["loss"] == pytest.approx(loss, rel=1e-4)
+            assert ours["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_an_id_that_the_teacher_does_not_have_is_refused(ranks, teachers):
+    flow = (*runs.of_flow("gpt_distill", {}), f"megatron_wrap.data.tokenizer={teachers[FEWER_ROWS]}/hf")
+    teacher = f"{TEACHER}={{hf_path: {teachers[FEWER_ROWS]}/hf}}"
+    samples = [*short_sequences(3), {"input_ids": [1, 2, FEWER_ROWS], "loss_mask": [0, 1, 1]}]
+    message = ranks(1).run(dpo.refusal, (*flow, teacher), samples)[0]
+    assert f"sample 3 of a batch of 4: the sample has the token id {FEWER_ROWS}" in message
+    assert f"the ids 0 to {FEWER_ROWS - 1}" in message
+
+
+def test_logits_of_a_reference_model_with_another_number_of_rows_are_refused(ranks, teachers):
+    """A teacher's have the columns of the student's; a reference keeps its own vocabulary."""
+    for rows in (MORE_ROWS, FEWER_ROWS):
+        flow = (*runs.of_flow("gpt_distill", {}), f"megatron_wrap.data.tokenizer={teachers[rows]}/hf")
+        reference = f"megatron_wrap.models.reference={{hf_path: {teachers[rows]}/hf}}"
+        message = ranks(1).run(dpo.refusal, (*flow, reference), short_sequences(4))[0]
+        assert "'logits'" in message
+        assert "megatron_wrap.models.teacher" in message
 
 
 GROUPS = {
@@ -162,5 +274,5 @@ def test_what_cannot_be_is_refused(ranks, teacher):
     assert "models.reference" in both
     assert "models.teacher" in both
     length = ranks(1).run(dpo.refusal, flow, samples)[0]
-    assert "teacher_top_k_logits of sample 1" in length
+    assert "sample 0 of a batch of 4: teacher_top_k_logits has shape" in length
     assert "[5, K]" in length

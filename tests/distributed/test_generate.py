@@ -261,7 +261,7 @@ def test_errors_of_generate_have_values_and_a_suggestion(ranks, original, tmp_pa
         "a prompt of text needs a tokenizer; set megatron_wrap.data.tokenizer",
         "prompts is one text",
         "a prompt is a text, a list of messages or a list of token ids, not",
-        "has the token id 301; the vocabulary has 301 entries",
+        "has the token id 301, but the vocabulary has the ids 0 to 300",
         "a prompt is a text, a list of messages or a list of token ids, not",
         "max_new_tokens 0 must be at least 1",
         "seed -1 must be at least 0",

@@ -1,9 +1,10 @@
-"""The vocabulary size of a run's model."""
+"""The vocabulary size of a run's model, and the comparison of token ids with it."""
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
+from typing import Any
 
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.errors import ConfigError, DataError
 
 _MUCH_SMALLER = 0.75
 """Share of a model's vocabulary; published models are padded by less."""
@@ -41,3 +42,26 @@ def model_vocab_size(arch: ArchConfig, tokenizer: Sized | None, hf_path: str | N
             f"to {entries} or larger, or use the model's own tokenizer"
         )
     return entries if arch.vocab_size is None else arch.vocab_size
+
+
+def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
+    """Compare token ids with the vocabulary. Padding of the vocabulary has no ids: a model split over processes would
+    read another row for such an id, and give it a meaningless probability.
+
+    Args:
+        name: what has the ids, the beginning of the message.
+        ids: a list of integers, or an integer array or tensor on the CPU, of any shape.
+        vocab_size: without padding.
+
+    Raises:
+        DataError: an id is negative, or not below `vocab_size`.
+    """
+    flat = ids if isinstance(ids, Sequence) else ids.reshape(-1)
+    if not len(flat):
+        return
+    smallest, largest = (min(flat), max(flat)) if isinstance(flat, Sequence) else (int(flat.min()), int(flat.max()))
+    if smallest < 0 or largest >= vocab_size:
+        raise DataError(
+            f"{name} has the token id {smallest if smallest < 0 else largest}, but the vocabulary has the ids 0 to "
+            f"{vocab_size - 1}; give ids of this model's tokenizer"
+        )

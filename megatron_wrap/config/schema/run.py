@@ -253,6 +253,8 @@ class RunConfig:
     """URL of the remote folder whose staging folder is `train.save`; the YAML has it as train.common.save."""
     undeclared: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     """Dotted paths that only the run's YAML sets and no file of the tree: Megatron-Core's fields, a flow's own keys."""
+    policy: "RunConfig | None" = field(default=None, repr=False, compare=False)
+    """Of the configuration of a reference or teacher model with its own weights: that of the run it belongs to."""
 
     @functools.cached_property
     def resolved_yaml(self) -> str:

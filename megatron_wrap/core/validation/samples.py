@@ -94,10 +94,11 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
     from megatron_wrap.engine.reference.precomputed import sample_preparation
     from megatron_wrap.engine.setup.flow import build_flow
 
-    flow = build_flow(config, candidate.tokenizer, candidate.vocab_size)
+    flow = build_flow(config, candidate.tokenizer, candidate.vocab_size, reference=candidate.reference)
     of_training = sample_preparation(flow, config)
     mock_samples = derived.mock_samples(config.data)
-    first = [] if mock_samples is None else [of_training(sample) for sample in NumberedSamples(mock_samples)[:2]]
+    mock = [] if mock_samples is None else NumberedSamples(mock_samples)[:2]
+    first = [(f"mock:{number}", of_training(sample)) for number, sample in enumerate(mock, 1)]
     training = {source.path for source in derived.training_sources(config)}
     mistakes, num_rows, num_untrained = Mistakes(), 0, 0
     for source in _sources(config):
@@ -106,17 +107,15 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
         # `check_data` reports a source that cannot be opened
         reported: tuple[type[DataError], ...] = (DataError,) if source.path in candidate.unreadable else ()
         with mistakes.collected(), contextlib.suppress(*reported):
-            prepared, bad = _rendered(
-                candidate, source, of_training if source.path in training else flow.prepare_sample
-            )
-            untrained = _num_untrained(flow, prepared, config.train.seed)
+            prepare = of_training if source.path in training else flow.prepare_sample
+            prepared, lengths, untrained, bad = _rendered(candidate, source, flow, prepare)
             if source.path in training:
                 first += prepared
                 num_rows, num_untrained = num_rows + len(prepared), num_untrained + untrained
             for mistake in bad[:_LISTED] if config.data.on_bad_sample == "error" else ():
                 mistakes.add(mistake)
-            yield from _describe(candidate, source, flow, prepared, bad)
-            yield from _describe_losses(source, prepared, untrained)
+            yield from _describe(candidate, source, lengths, bad)
+            yield from _describe_losses(source, [sample for _, sample in prepared], untrained)
     yield from (Note(warning, is_warning=True) for warning in dropped_by_template(config, candidate.tokenizer))
     with mistakes.collected():
         try_flow(flow, first, config.train.seed)
@@ -160,55 +159,51 @@ def dropped_by_template(config: RunConfig, tokenizer: Any) -> Iterator[str]:
 def _rendered(
     candidate: Candidate,
     source: SourceConfig,
+    flow: MegatronWrapTrainingFlowBase,
     prepare: Callable[[Any], Any],
-) -> tuple[list[Any], list[DataError]]:
-    """The prepared first rows of a source, and why others cannot be used, except what `check_data` reports."""
+) -> tuple[list[tuple[str, Any]], list[int], int, list[DataError]]:
+    """The prepared first rows of a source with their names, the tokens of each, collated alone, the number of rows
+    without a trained token, and why other rows cannot be used, except what `check_data` reports."""
     from megatron_wrap.data.order.sample_sets import each_row
+    from megatron_wrap.engine.batches.micro_batch import collate
 
-    prepared: list[Any] = []
+    prepared: list[tuple[str, Any]] = []
+    lengths: list[int] = []
+    untrained = 0
     bad: list[DataError] = []
+    seed = candidate.config.train.seed
     for where, row in each_row(source, _FIRST_ROWS):
         if isinstance(row, DataError):
             bad += [] if source.path in candidate.unreadable else [row]
             continue
+        name = functools.partial(str, where)
         try:
-            prepared.append(converted(prepare, row, functools.partial(str, where)))
+            sample = converted(prepare, row, name)
+            batch = converted(lambda sample: collate(flow, [sample], seed), sample, name)
+            lengths.append(int(batch.lengths.sum()))
+            untrained += not batch.is_trained
+            prepared.append((where, sample))
         except DataError as mistake:
             bad.append(mistake)
-    return prepared, bad
+    return prepared, lengths, untrained, bad
 
 
 def _describe(
     candidate: Candidate,
     source: SourceConfig,
-    flow: MegatronWrapTrainingFlowBase,
-    prepared: Sequence[Any],
+    lengths: Sequence[int],
     bad: Sequence[DataError],
 ) -> Iterator[Note]:
-    """Notes about the first rows of a source; rows that cannot be used are left out."""
-    from megatron_wrap.engine.batches.micro_batching import sample_lengths
-
+    """Notes about the first rows of a source, of which `lengths` has the tokens of those that can be used."""
     if candidate.config.data.on_bad_sample == "skip":
         for mistake in bad[:_LISTED]:
             yield Note(f"{mistake}; left out (on_bad_sample: skip)", is_warning=True)
     if len(bad) > _LISTED:
-        rows = counted(len(bad) + len(prepared), "row")
+        rows = counted(len(bad) + len(lengths), "row")
         yield Note(f"{source.path}: {len(bad)} of the first {rows} cannot be used", is_warning=True)
-    if prepared:
-        lengths = [sum(sample_lengths(flow, sample, candidate.config.train.seed)) for sample in prepared]
+    if lengths:
         span = f"{min(lengths)} to {counted(max(lengths), 'token')}"
-        yield Note(f"{source.path}: {counted(len(prepared), 'row')} rendered, {span} each")
-
-
-def _num_untrained(flow: MegatronWrapTrainingFlowBase, prepared: Sequence[Any], seed: int) -> int:
-    """How many prepared samples have no loss after truncation."""
-    from megatron_wrap.engine.batches.micro_batch import collate
-
-    count = 0
-    with contextlib.suppress(Exception):  # `try_flow` reports it
-        for sample in prepared:
-            count += not collate(flow, [sample], seed).is_trained
-    return count
+        yield Note(f"{source.path}: {counted(len(lengths), 'row')} rendered, {span} each")
 
 
 def _describe_losses(source: SourceConfig, prepared: Sequence[Any], untrained: int) -> Iterator[Note]:

@@ -21,7 +21,8 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
     """Load the tokenizer, and compare its vocabulary with those of the model, the checkpoint and indexed files.
 
     Raises:
-        DataError: the tokenizer cannot be loaded, or does not fit indexed files or a prompt. ConfigError: it has more
+        DataError: the tokenizer cannot be loaded, or does not fit indexed files or a prompt, or indexed files have ids
+            outside the vocabulary. ConfigError: it has more
             entries than the model. CheckpointError: the checkpoint has another vocabulary.
     """
     from megatron_wrap.checkpoint.precheck import (
@@ -32,7 +33,7 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
     )
     from megatron_wrap.data.chat.prompts import prompt_token_ids
     from megatron_wrap.data.chat.tokenizer import run_tokenizer
-    from megatron_wrap.data.indexed.windows import check_tokens
+    from megatron_wrap.data.indexed.windows import check_first_tokens, check_tokens
     from megatron_wrap.model.vocabulary_padding import padded_vocab_size
 
     config = candidate.config
@@ -51,6 +52,7 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
         yield Note(warning, is_warning=True)
     if derived.is_indexed(config.data) and not candidate.unreadable:
         check_tokens(config, candidate.tokenizer)
+        check_first_tokens(config, size)
     for prompt in config.train.sample_prompts or ():
         prompt_token_ids(candidate.tokenizer, prompt, size)
     tensor = config.parallel.tensor_model_parallel_size

@@ -31,10 +31,10 @@ def new_tokens(tokenizer: Any, original: Any, num_rows: int, vocab_size: int) ->
         tokenizer: of the run.
         original: that of the weights; None: not known, and all of their rows were trained.
         num_rows: of the weights, without padding; a published model often has more than its tokenizer has tokens.
-        vocab_size: of the run's model, at least num_rows.
+        vocab_size: of the model, without padding; of a teacher the rows that the student has, too.
     """
     unknown: set[int] = set()
-    trained = set(range(num_rows))
+    trained = set(range(min(num_rows, vocab_size)))
     if original is not None and (original is not tokenizer or vocab_size > num_rows):
         known = set(original.get_vocab().values())
         unknown, trained = set(tokenizer.get_vocab().values()) - known, trained & known

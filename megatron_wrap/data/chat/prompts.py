@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_wrap.config.checks.vocabulary import check_token_ids
 from megatron_wrap.data.chat.assistant_spans import render
 from megatron_wrap.data.chat.spans import encoded_text
 from megatron_wrap.errors import DataError
@@ -50,9 +51,5 @@ def prompt_token_ids(tokenizer: Any, prompt: Any, vocab_size: int) -> list[int]:
         raise DataError(f"wrap.generate: a prompt is {KINDS}, not {str(prompt)[:60]!r}")
     if not ids:
         raise DataError(f"wrap.generate: the prompt {prompt!r} has no tokens; give at least one")
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
-        raise DataError(
-            f"wrap.generate: a prompt has the token id {outside[0]}; the vocabulary has {vocab_size} entries"
-        )
+    check_token_ids("wrap.generate: a prompt", ids, vocab_size)
     return ids

@@ -70,6 +70,11 @@ def some_document_ends_with(index: IndexFile, token: int) -> bool:
     return bool((tokens[ends] == token).any())
 
 
+def first_tokens(index: IndexFile) -> np.ndarray:
+    """The first 65,536 tokens."""
+    return np.fromfile(f"{index.prefix}.bin", dtype=index.dtype, count=65_536)
+
+
 def read_index(prefix: str) -> IndexFile:
     """Read the header of PREFIX.idx, and compare the sizes of both files with it; see `check_content` for the rest.
     `~` is the home folder.

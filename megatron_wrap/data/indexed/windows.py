@@ -13,11 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from megatron_wrap.config.checks.vocabulary import check_token_ids
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.data.chat.tokenizer import end_token_id
-from megatron_wrap.data.indexed.index_files import IndexFile, check_content, read_index, some_document_ends_with
+from megatron_wrap.data.indexed.index_files import (
+    IndexFile,
+    check_content,
+    first_tokens,
+    read_index,
+    some_document_ends_with,
+)
 from megatron_wrap.data.indexed.preprocess_record import check_vocabulary
 from megatron_wrap.data.order.sample_sets import SampleSet
 from megatron_wrap.data.order.stream import ShuffledRows, SourceRow
@@ -59,15 +66,9 @@ class Windows:
 
     def __getitem__(self, index: int) -> Sample:
         arrays = {name: value.numpy() for name, value in self._windows[index].items() if name != "dataset_id"}
-        tokens, labels = arrays["tokens"], arrays["labels"]
-        smallest = min(int(tokens.min()), int(labels.min()))
-        largest = max(int(tokens.max()), int(labels.max()))
-        if smallest < 0 or largest >= self._vocab_size:
-            raise DataError(
-                f"{self.where(index)}: token ids are between {smallest} and {largest}, but the model's vocabulary has "
-                f"the ids 0 to {self._vocab_size - 1}; tokenize with this model's tokenizer, or set "
-                "megatron_lm.model.arch.vocab_size"
-            )
+        tokens = arrays["tokens"]
+        for ids in (tokens, arrays["labels"]):
+            check_token_ids(f"{self.where(index)}: the window", ids, self._vocab_size)
         source = self.row(index).source
         sample: Sample = {**arrays, "source": self._sources[source].name if self._sources else "mock"}
         if self._of_training:
@@ -187,6 +188,17 @@ def check_tokens(config: RunConfig, tokenizer: Any) -> int | None:
                 f"separates them; write them with --append-eod and this tokenizer, or set {_KEYS}.eod_token"
             )
     return token
+
+
+def check_first_tokens(config: RunConfig, vocab_size: int) -> None:
+    """Compare the first tokens of each file with the vocabulary; a run compares each window that it reads.
+
+    Raises:
+        DataError: a token id is outside the vocabulary.
+    """
+    data = config.data
+    for source in (*data.train, *(source for each in data.validation.values() for source in each)):
+        check_token_ids(f"{source.path}.bin", first_tokens(read_index(source.path)), vocab_size)
 
 
 class _Opener:

@@ -58,7 +58,7 @@ class SampleSet(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         selected = range(len(self._rows))[index]
-        return [self._rows[row] for row in selected] if isinstance(selected, range) else self._rows[selected]
+        return SampleSet(ChosenRows(self._rows, selected)) if isinstance(selected, range) else self._rows[selected]
 
     def where(self, index: int) -> str:
         """See `Rows`."""

@@ -149,10 +149,15 @@ class BatchLoader:
         seed = self._config.train.seed + planned.before.consumed
         dp, positions = self._localization.parallel.dp, planned.positions
 
-        def prepared_sample(index: int) -> Any:
-            return reader.prepared(positions[index])
-
-        micro_batches = split_batch(self._flow, len(positions), prepared_sample, self._micro_batching, seed, dp)
+        micro_batches = split_batch(
+            self._flow,
+            len(positions),
+            lambda index: reader.prepared(positions[index]),
+            self._micro_batching,
+            seed,
+            dp,
+            lambda index: reader.where(positions[index]),
+        )
         return BatchParts(
             samples=[reader.sample(position) for position in positions],
             before=planned.before,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_wrap.errors import FlowError
+from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.collated import (
     check_terms,
@@ -102,15 +102,35 @@ def _seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: int) -> MicroBatch:
+def collate(
+    flow: MegatronWrapTrainingFlowBase,
+    samples: Sequence[Any],
+    seed: int,
+    name_of: Callable[[int], str] | None = None,
+) -> MicroBatch:
     """Collate prepared samples with the flow, check the result and count its weights and tokens.
 
     Args:
         seed: for random choices of the flow; a function of the first sample's index in the run, not of the layout.
+        name_of: index among `samples` -> the sample's name in messages; None: it has none.
 
     Raises:
-        FlowError: the flow breaks its contract.
+        FlowError: the flow breaks its contract. DataError: a sample is wrong; the message begins with its name, if it
+            is also wrong when it is collated alone.
     """
+    try:
+        return _collate(flow, samples, seed)
+    except DataError:
+        if name_of is not None:
+            for index, sample in enumerate(samples):
+                try:
+                    _collate(flow, [sample], seed)
+                except DataError as error:
+                    raise DataError(f"{name_of(index)}: {error}") from error
+        raise
+
+
+def _collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: int) -> MicroBatch:
     iterator = iter(samples)
     try:
         with flow.context.collation.of(len(samples)), _seeded(seed):
@@ -189,18 +209,25 @@ def of_token_ids(rows: Sequence[Sequence[int]]) -> MicroBatch:
     return MicroBatch(inputs, {}, {}, len(rows), torch.tensor(list(map(len, rows))), width, seqdims=seqdims)
 
 
-def try_flow(flow: MegatronWrapTrainingFlowBase, prepared: Sequence[Any], seed: int) -> None:
+def try_flow(flow: MegatronWrapTrainingFlowBase, named: Sequence[tuple[str, Any]], seed: int) -> None:
     """Collate two micro-batches of prepared samples (fewer if there are fewer samples) and discard them, so that a flow
     that breaks its contract fails before the model is built. Takes milliseconds; no communication.
+
+    Args:
+        named: the name of each sample in messages, and the sample.
 
     Raises:
         FlowError: the flow breaks its contract. DataError: a sample is wrong.
     """
     size = flow.micro_batch_size
-    prepared = prepared[: 2 * size]
-    tried = [collate(flow, prepared[start : start + size], seed + start) for start in (0, size) if prepared[start:]]
+    parts = [(start, named[start : start + size]) for start in (0, size) if named[start:]]
+    tried = [
+        collate(flow, [sample for _, sample in part], seed + start, [name for name, _ in part].__getitem__)
+        for start, part in parts
+    ]
     if tried:
         check_terms(flow, [micro_batch.weights for micro_batch in tried])
+        prepared = [sample for _, part in parts for _, sample in part]
         further = flow.get_step_samples(prepared) if flow.step_values_from else None
         if further:
             collate(flow, further[:size], seed)

@@ -155,6 +155,7 @@ def split_batch(
     micro_batching: MicroBatching,
     seed: int,
     dp: Axis,
+    name_of: Callable[[int], str],
 ) -> ReplicaMicroBatches:
     """This replica's micro-batches of a global batch: samples prepared and collated, loss weights and tokens counted,
     sequences packed. No communication: every process computes the same split.
@@ -164,27 +165,33 @@ def split_batch(
     Args:
         prepared_sample: index in the batch -> prepared sample.
         seed: for the flow's random choices: the run's seed plus the index of the batch's first sample in the run.
+        name_of: index in the batch -> the sample's name in messages.
 
     Raises:
-        DataError: a sample is wrong, or larger than the capacity. FlowError: the flow breaks its contract.
+        DataError: a sample is wrong, and named by the message, or larger than the capacity. FlowError: the flow breaks
+            its contract.
     """
     prepared_sample = functools.cache(prepared_sample)
 
     def split(prepared_sample: Callable[[int], Any]) -> tuple[MicroBatch, ...]:
+        def collated(*of_micro_batch: int) -> MicroBatch:
+            samples = [prepared_sample(index) for index in of_micro_batch]
+            return collate(flow, samples, seed + of_micro_batch[0], lambda index: name_of(of_micro_batch[index]))
+
+        def lengths_of(index: int) -> list[int]:
+            return sample_lengths(flow, prepared_sample(index), seed + index, lambda _: name_of(index))
+
         indices: list[Sequence[int]]
         if micro_batching.capacity is None:
             indices = [*micro_batch_indices(num_samples, flow.micro_batch_size, dp)]
             indices += [()] * (-(-num_samples // (flow.micro_batch_size * dp.size)) - len(indices))
         else:
-            lengths = [sample_lengths(flow, prepared_sample(index), seed + index) for index in range(num_samples)]
+            lengths = list(map(lengths_of, range(num_samples)))
             indices = [*micro_batching.assign(lengths, dp.size)[dp.rank]]
         micro_batches = [
-            replace(
-                collate(flow, [prepared_sample(index) for index in of_micro_batch], seed + of_micro_batch[0]),
-                sample_indices=tuple(of_micro_batch),
-            )
+            replace(collated(*of_micro_batch), sample_indices=tuple(of_micro_batch))
             if of_micro_batch
-            else replace(collate(flow, [prepared_sample(0)], seed), counted=False, sample_facts=())
+            else replace(collated(0), counted=False, sample_facts=())
             for of_micro_batch in indices
         ]
         if micro_batching.capacity is not None and not micro_batches[0].has_explicit_weight:
@@ -202,16 +209,27 @@ def split_batch(
     return ReplicaMicroBatches(training, () if step_samples is None else split(step_samples.__getitem__))
 
 
-def prepared_samples(prepare_sample: Callable[[Any], Any], batch: Sequence[Any]) -> Callable[[int], Any]:
-    """Index in the batch -> prepared sample; an error contains the index."""
+def prepared_samples(
+    prepare_sample: Callable[[Any], Any], batch: Sequence[Any], name_of: Callable[[int], str]
+) -> Callable[[int], Any]:
+    """Index in the batch -> prepared sample; an error begins with the sample's name.
+
+    Args:
+        name_of: as for `split_batch`.
+    """
 
     def prepared(index: int) -> Any:
         try:
             return prepare_sample(batch[index])
         except DataError as error:
-            raise DataError(f"sample {index} of a batch of {len(batch)}: {error}") from error
+            raise DataError(f"{name_of(index)}: {error}") from error
 
     return prepared
+
+
+def names_by_index(batch: Sequence[Any]) -> Callable[[int], str]:
+    """The names of samples whose files and rows are not known."""
+    return lambda index: f"sample {index} of a batch of {len(batch)}"
 
 
 def _step_samples(
@@ -234,7 +252,12 @@ def has_step_samples(flow: MegatronWrapTrainingFlowBase) -> bool:
     return type(flow).get_step_samples is not MegatronWrapTrainingFlowBase.get_step_samples
 
 
-def sample_lengths(flow: MegatronWrapTrainingFlowBase, sample: Any, seed: int) -> list[int]:
-    """Tokens of each sequence of a prepared sample: from the flow, else of the sample collated alone."""
+def sample_lengths(
+    flow: MegatronWrapTrainingFlowBase, sample: Any, seed: int, name_of: Callable[[int], str] | None = None
+) -> list[int]:
+    """Tokens of each sequence of a prepared sample: from the flow, else of the sample collated alone; then `name_of` as
+    of `collate`."""
     lengths = flow.get_sample_lengths(sample)
-    return collate(flow, [sample], seed).lengths.tolist() if lengths is None else [int(length) for length in lengths]
+    if lengths is None:
+        return collate(flow, [sample], seed, name_of).lengths.tolist()
+    return [int(length) for length in lengths]

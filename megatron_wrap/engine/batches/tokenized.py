@@ -121,7 +121,7 @@ def _flow_key(flow: MegatronWrapTrainingFlowBase) -> dict[str, Any]:
         "flow": [f"{base.__module__}.{base.__qualname__} {_hash(_source(base))}" for base in type(flow).__mro__[:-1]],
         "options": {name: str(value) for name, value in values.items()},
         "seq_length": flow.seq_length,
-        "vocab_size": flow.vocab_size,
+        "vocab_size": flow.context.num_token_ids,
         "tokenizer": None if tokenizer is None else fingerprint(tokenizer, "samples"),
         "code": _hash("".join(path.read_text("utf-8") for path in code)),
     }

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.data.cache.precomputed import PrecomputedOutputs, sample_hash
+from megatron_wrap.data.cache.precomputed import MANIFEST, PrecomputedOutputs, sample_hash
 from megatron_wrap.data.chat.tokenizer import fingerprint
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+
+_VOCAB_SIZE = "vocab_size"
 
 
 def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> Callable[[Any], Any]:
@@ -26,11 +29,13 @@ def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) ->
     if settings is None or settings.precomputed is None:
         return flow.prepare_sample
     stored = PrecomputedOutputs(settings.precomputed)
-    for name, value in facts_of(flow, config).items():
-        if stored.facts.get(name) != value:
+    expected = facts_of(flow, config)
+    recorded = {_VOCAB_SIZE: expected[_VOCAB_SIZE], **stored.facts}  # earlier versions did not record it
+    for name, value in expected.items():
+        if recorded.get(name) != value:
             raise ConfigError(
                 f"{config.models.path}: the outputs in {stored.folder} were computed with another {name}: "
-                f"{stored.facts.get(name)} there and {value} here; run megatron-wrap precompute with this "
+                f"{recorded.get(name)} there and {value} here; run megatron-wrap precompute with this "
                 f"configuration, or set {name} back"
             )
     models = config.models
@@ -59,8 +64,20 @@ def facts_of(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> dict[str,
     return {
         "flow_key": config.flow.flow_key,
         "seq_length": config.train.seq_length,
+        _VOCAB_SIZE: flow.context.num_token_ids,
         "tokenizer": None if flow.context.tokenizer is None else fingerprint(flow.context.tokenizer, "samples"),
     }
+
+
+def stored_vocab_size(folder: str) -> int | None:
+    """Number of token ids that the models had in common when the outputs in a folder were computed; None: not recorded,
+    or the folder has no complete outputs, which `sample_preparation` refuses."""
+    try:
+        facts = json.loads((Path(folder).expanduser() / MANIFEST).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    size = facts.get(_VOCAB_SIZE) if isinstance(facts, dict) else None
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def _value(value: Any) -> Any:

@@ -39,6 +39,8 @@ class ReferenceModel:
     vocab_size: int
     """Of this model, without padding."""
     device: torch.device
+    has_policy_columns: bool = True
+    """Whether its logits have the columns of the policy's."""
     averages_in_fp32: bool = False
     """The weights follow the policy by an average, and are too coarse to hold it."""
     average: list[Tensor] | None = None
@@ -200,12 +202,15 @@ def with_reference_outputs(
         local: from `Localization.localize`; all with the same number of sequences.
 
     Raises:
-        FlowError: the loss inputs already contain such a name.
+        FlowError: the loss inputs already contain such a name; or an output is the logits of a reference model with
+            another number of rows than the policy.
     """
     models = reference.config.models
 
     def compute(micro_batch: MicroBatch, output: Tensor) -> dict[str, Tensor]:
         named = flow.calculate_reference_outputs(micro_batch.loss_inputs, output)
+        if not reference.has_policy_columns:
+            _refuse_logits(flow, named, output)
         # the logits of a teacher are computed where the loss uses them, if its weights are still there
         kept = named if reference.stays_on_device else {name: whole_logits(value) for name, value in named.items()}
         return {f"{models.role}_{name}": tensor for name, tensor in kept.items()}
@@ -219,6 +224,16 @@ def with_reference_outputs(
     if not outputs:  # not the last pipeline stage
         return local
     return [_with_loss_inputs(micro_batch, named, models) for micro_batch, named in zip(local, outputs, strict=True)]
+
+
+def _refuse_logits(flow: MegatronWrapTrainingFlowBase, named: dict[str, Tensor], output: Tensor) -> None:
+    for name, value in named.items():
+        if output.shape[-1] > 1 and value.shape[-1:] == output.shape[-1:] and value.dim() == output.dim():
+            raise FlowError(
+                f"{type(flow).__name__}: the output {name!r} of the reference model is logits, and its vocabulary has "
+                "another size than the policy's; give the model as megatron_wrap.models.teacher, whose logits are over "
+                "the rows that both have"
+            )
 
 
 def _with_loss_inputs(micro_batch: MicroBatch, outputs: dict[str, Tensor], models: ModelsConfig) -> MicroBatch:

@@ -68,18 +68,19 @@ def build_training_state(
     tokenizer: Any,
     from_hugging_face: bool = True,
     training: bool = True,
+    reference: RunConfig | None = None,
 ) -> TrainingState:
-    """Build the state of a run, with the weights of `model_provider.hf_path` or else initial weights. First the flow
-    collates the head of the training data, to find errors early.
+    """Build the state of a run, with the weights of hf_path or initial ones, after the flow has collated some data.
 
     Args:
         tokenizer: the run's Hugging Face tokenizer, or None.
         from_hugging_face: False ignores hf_path and adapter.path, for a caller that loads a checkpoint.
         training: False builds only the model, without gradient buffers and optimizer.
+        reference: the configuration of the reference or teacher model, whose vocabulary the flow is given.
     """
     seed_everything(config.train.seed, platform, parallel, _generators_of_graphs(config, platform))
     vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
-    flow = build_flow(config, tokenizer, vocab_size, parallel)
+    flow = build_flow(config, tokenizer, vocab_size, parallel, reference)
     prepare_sample = sample_preparation(flow, config) if training else flow.prepare_sample
     if training:
         try_flow(flow, _first_samples(config, prepare_sample, vocab_size, tokenizer), config.train.seed)
@@ -88,7 +89,13 @@ def build_training_state(
     weight_folder = starting_weights(config) if from_hugging_face or derived.saves_adapter_alone(config) else None
     start_user_buffers(config, platform, model_config)
     deferred = defers_logits(config, platform, parallel, vocab_size)
-    bare = build_chunks(config, platform, parallel, model_config, vocab_size, tokenizer, True, weight_folder, deferred)
+    predicted = predicted_ids(config, flow.context.common_vocab_size)
+    bare = build_chunks(
+        *(config, platform, parallel, model_config, vocab_size, tokenizer),
+        weight_folder=weight_folder,
+        defer_logits=deferred,
+        predicted_ids=predicted,
+    )
     _warn_of_unread(weight_folder if from_hugging_face else None, config)
     if config.adapter.adapter_type != "none":
         adapt_chunks(config, parallel, bare, vocab_size, from_hugging_face)
@@ -171,8 +178,8 @@ def _localization(
 
 def _first_samples(
     config: RunConfig, prepare_sample: Callable[[Any], Any], vocab_size: int, tokenizer: Any
-) -> list[Any]:
-    """The head of the training data, prepared."""
+) -> list[tuple[str, Any]]:
+    """The head of the training data: `FILE:ROW` and prepared sample."""
     count, skip_bad = 2 * config.train.micro_batch_size, config.data.on_bad_sample == "skip"
     if derived.is_indexed(config.data):
         windows = open_indexed(config, vocab_size, tokenizer).training
@@ -183,7 +190,7 @@ def _first_samples(
     prepared = []
     for where, sample in rows:
         try:
-            prepared.append(converted(prepare_sample, sample, functools.partial(str, where)))
+            prepared.append((where, converted(prepare_sample, sample, functools.partial(str, where))))
         except BadSample:
             if not skip_bad:
                 raise
@@ -222,6 +229,18 @@ def _generators_of_graphs(config: RunConfig, platform: Platform) -> str | None:
     return "te_rng_tracker" if use_transformer_engine(config, platform) else "use_cudagraphable_rng"
 
 
+def predicted_ids(config: RunConfig, common_vocab_size: int | None) -> int | None:
+    """`build_chunks`'s argument of this name: of a teacher's rows only those that the student has, too, so that its
+    distributions are over the same ids on every layout.
+
+    Args:
+        config: with the architecture of the model.
+        common_vocab_size: of both models of the run; None: they have the same number of rows.
+    """
+    is_teacher = config.policy is not None and config.policy.models.role == "teacher"
+    return common_vocab_size if is_teacher else None
+
+
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
     """No search for reference cycles: the many new objects of a model would start one of all that was imported."""
@@ -245,18 +264,22 @@ def build_chunks(
     new_weights: bool = True,
     weight_folder: WeightFolder | None = None,
     defer_logits: bool = False,
+    predicted_ids: int | None = None,
 ) -> list[torch.nn.Module]:
     """This process's model chunks; in half precision each is wrapped in Megatron-Core's Float16Module. Collective.
 
     Args:
+        vocab_size: number of rows of embedding and output layer, without padding.
         tokenizer: of the run, or None; rows of tokens that are new to `weight_folder` are the mean of the others'.
         new_weights: set initial weights; False leaves the weights unset.
         weight_folder: a Hugging Face folder, whose weights are loaded instead of the initial ones.
         defer_logits: see `ModelRequest.defers_logits`.
+        predicted_ids: the rows from this one on have probability 0, as padding has; None: `vocab_size`.
     """
     from megatron.core.transformer.module import Float16Module
 
     provider = MegatronModelProviderEntry.get_provider(config.model_provider.provider_key)
+    ids = vocab_size if predicted_ids is None else predicted_ids
     padded = padded_vocab_size(vocab_size, config.arch.make_vocab_size_divisible_by, parallel.tp.size)
     chunks = []
     for stage in range(parallel.virtual_size or 1):
@@ -268,7 +291,7 @@ def build_chunks(
             state=parallel,
             transformer_engine=use_transformer_engine(config, platform),
             experts_impl=experts_impl(config, platform, fp8=bool(model_config.fp8)),
-            vocab_size=vocab_size,
+            vocab_size=ids,
             padded_vocab_size=padded,
             pre_process=parallel.pp.rank == 0 and stage == 0,
             post_process=parallel.is_last_stage and stage == last_stage,
@@ -286,7 +309,7 @@ def build_chunks(
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)
         if weight_folder is not None:  # after Float16Module, which also converts the buffers that must stay fp32
-            _load_folder(chunk, config, weight_folder, tokenizer, vocab_size, parallel)
+            _load_folder(chunk, config, weight_folder, tokenizer, ids, parallel)
     return chunks
 
 

@@ -8,7 +8,8 @@ from megatron_wrap.bridge.loading.hf_path import starting_weights
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.reference.reference_model import BaseOfPolicy, ReferenceModel
-from megatron_wrap.engine.setup.build import build_chunks
+from megatron_wrap.engine.setup.build import build_chunks, predicted_ids
+from megatron_wrap.engine.setup.flow import common_vocab_size
 from megatron_wrap.engine.setup.linear_cross_entropy import defers_logits
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.model.transformer_config import transformer_config
@@ -20,7 +21,8 @@ from megatron_wrap.platform.base.platform import Platform
 
 def build_reference(config: RunConfig, platform: Platform, parallel: ParallelState, tokenizer: Any) -> ReferenceModel:
     """The reference or teacher model, in evaluation mode, with the weights of `hf_path` if that is set; else the caller
-    must load them.
+    must load them. A teacher's logits have the columns of the student's on each process: it has as many rows, and
+    rows that only one of the two models has are left out.
 
     Args:
         config: the run's with the architecture of that model (`megatron_wrap.checkpoint.reference_config`).
@@ -33,8 +35,16 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
     model_config = transformer_config(config, platform, training=False)
     weight_folder = starting_weights(config) if settings.source == "hf_path" else None
     deferred = defers_logits(config, platform, parallel, vocab_size, trained=False)
+    common = common_vocab_size(config, tokenizer, vocab_size)
+    rows, predicted = vocab_size, predicted_ids(config, common)
+    if predicted is not None and config.policy is not None:
+        rows = model_vocab_size(config.policy.arch, tokenizer, config.policy.model_provider.hf_path)
     chunks = build_chunks(
-        config, platform, parallel, model_config, vocab_size, tokenizer, False, weight_folder, deferred
+        *(config, platform, parallel, model_config, rows, tokenizer),
+        new_weights=False,
+        weight_folder=weight_folder,
+        defer_logits=deferred,
+        predicted_ids=predicted,
     )
     for chunk in chunks:
         chunk.eval().requires_grad_(False)
@@ -45,6 +55,7 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
         config=config,
         vocab_size=vocab_size,
         device=platform.device,
+        has_policy_columns=common is None or config.models.role == "teacher",
         averages_in_fp32=half and settings.ema_decay is not None,
     )
     if settings.offload:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_wrap.config import RunConfig
+from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.engine.reference.precomputed import stored_vocab_size
 from megatron_wrap.flow import FlowContext, MegatronWrapFlowEntry, MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.config import decode_flow_config
 from megatron_wrap.flow.contract.prediction import MultiTokenPrediction
@@ -16,7 +18,11 @@ from megatron_wrap.parallel.state import ParallelState
 
 
 def build_flow(
-    config: RunConfig, tokenizer: Any, vocab_size: int, parallel: ParallelState | None = None
+    config: RunConfig,
+    tokenizer: Any,
+    vocab_size: int,
+    parallel: ParallelState | None = None,
+    reference: RunConfig | None = None,
 ) -> MegatronWrapTrainingFlowBase:
     """The flow of `megatron_wrap.flow.flow_key`.
 
@@ -24,6 +30,7 @@ def build_flow(
         tokenizer: the run's Hugging Face tokenizer, or None.
         vocab_size: of the model, without padding.
         parallel: None: the flow encodes one sample at a time in this process, without process groups.
+        reference: the configuration of the reference or teacher model; None: there is none with its own vocabulary.
 
     Raises:
         ConfigError: an unknown flow, or unknown keys. FlowError: the flow is incomplete.
@@ -43,8 +50,30 @@ def build_flow(
         sources=tuple(source.name for source in config.data.train),
         routing=_routing_shape(config),
         prediction=_prediction(config.arch),
+        common_vocab_size=common_vocab_size(config, tokenizer, vocab_size, reference),
     )
     return flow_class(decode_flow_config(flow_class, config), context)
+
+
+def common_vocab_size(
+    config: RunConfig, tokenizer: Any, vocab_size: int, reference: RunConfig | None = None
+) -> int | None:
+    """Entries of the vocabulary that both models of a run have; None if they have the same number. Models of one
+    tokenizer may have different numbers: Qwen2.5 has 151,936 at 0.5B and 152,064 at 7B.
+
+    Args:
+        config: of one of the models.
+        vocab_size: of this model, without padding.
+        reference: of the other model; None: the run's, if `config` is that of a reference or teacher model.
+    """
+    settings, other = config.models.reference_or_teacher, reference or config.policy
+    if other is not None:
+        size = model_vocab_size(other.arch, tokenizer, other.model_provider.hf_path)
+    elif settings is not None and settings.precomputed is not None:
+        size = stored_vocab_size(settings.precomputed) or vocab_size
+    else:
+        return None
+    return None if size == vocab_size else min(size, vocab_size)
 
 
 def _prediction(arch: ArchConfig) -> MultiTokenPrediction | None:

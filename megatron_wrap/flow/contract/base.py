@@ -73,7 +73,7 @@ class FlowContext:
     seq_length: int
     """Longest sequence that a flow may collate, in tokens."""
     vocab_size: int
-    """Vocabulary size, without padding."""
+    """Vocabulary size of the model, without padding."""
     cp_size: int
     """Context-parallel size, for `sequence_mean`."""
     sum_on_cp_group: Callable[[Tensor], Tensor]
@@ -93,6 +93,14 @@ class FlowContext:
     """With `router_replay`: the layers and experts of a recorded routing."""
     prediction: MultiTokenPrediction | None = None
     """With `mtp_num_layers`: the layers whose losses are added to the flow's."""
+    common_vocab_size: int | None = None
+    """Entries of the vocabulary that the model and its reference or teacher model have in common, if they do not have
+    the same number; None: they do, or there is no such model."""
+
+    @property
+    def num_token_ids(self) -> int:
+        """Token ids of the run are below it: every model of the run has them."""
+        return self.vocab_size if self.common_vocab_size is None else self.common_vocab_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +156,11 @@ class MegatronWrapTrainingFlowBase(ABC):
     reports_perplexity: ClassVar[bool] = False
     """Whether the objective is the mean negative log-likelihood of a token, so that evaluations report its exponential,
     `perplexity`; that of the metric `nll_loss`, where the flow reports it."""
+
+    token_id_fields: ClassVar[Sequence[str]] = ("input_ids", "labels")
+    """Collated fields [B, S, ...] of token ids, which the engine compares with the vocabulary at each collation, on the
+    CPU. A flow with further ones lists them as well: `(*Base.token_id_fields, "targets")`. A negative label is accepted
+    where `loss_mask` is 0, and -100 everywhere if there is no `loss_mask` of its shape."""
 
     console_metrics: ClassVar[Sequence[str]] = ("*",)
     """Patterns of the flow's metrics that the console shows, the most interesting ones first; a line that is too long

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_wrap.config.checks.vocabulary import check_token_ids
+from megatron_wrap.data.chat.encode import IGNORED_LABEL
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow.contract.base import MegatronWrapTrainingFlowBase
 
@@ -22,6 +24,7 @@ def checked_fields(
 
     Raises:
         FlowError: not a pair of mappings, or a field that is not a CPU tensor.
+        DataError: one of the flow's `token_id_fields` has an id outside the vocabulary.
     """
     name = f"{type(flow).__name__}.collate_data_micro_batch"
     if not (isinstance(collated, tuple) and len(collated) == 2 and all(isinstance(d, Mapping) for d in collated)):
@@ -31,7 +34,30 @@ def checked_fields(
             if not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
                 kind = f"a tensor on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise FlowError(f"{name}: field {field!r} is {kind}; make it a CPU tensor, the engine moves it")
-    return collated
+    model_inputs, loss_inputs = collated
+    for field in flow.token_id_fields:
+        if field in model_inputs:
+            _check_field(flow, field, model_inputs[field], None)
+        if field in loss_inputs:
+            _check_field(flow, field, loss_inputs[field], loss_inputs)
+    return model_inputs, loss_inputs
+
+
+def _check_field(
+    flow: MegatronWrapTrainingFlowBase, field: str, ids: Tensor, loss_inputs: Mapping[str, Tensor] | None
+) -> None:
+    """Compare a field of token ids with the vocabulary; one without a sequence dimension has no token ids.
+
+    Args:
+        loss_inputs: of the micro-batch, if the field is one of them; their `loss_mask` shows which ids have no loss.
+    """
+    if ids.dim() < 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        return
+    if loss_inputs is not None and ids.numel() and int(ids.min()) < 0:
+        mask = loss_inputs.get("loss_mask")
+        without_loss = ids == IGNORED_LABEL if mask is None or mask.shape != ids.shape else mask == 0
+        ids = ids.masked_fill(without_loss & (ids < 0), 0)
+    check_token_ids(f"{type(flow).__name__}: {field}", ids, flow.context.num_token_ids)
 
 
 def common_width(flow: MegatronWrapTrainingFlowBase, *parts: Mapping[str, Tensor]) -> int:

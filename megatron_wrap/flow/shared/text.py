@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_wrap.config.checks.vocabulary import check_token_ids
 from megatron_wrap.data.chat.encode import ChatTokens, LossOn, encode_sample, truncate
 from megatron_wrap.data.chat.tokenizer import pad_token_id
 from megatron_wrap.errors import DataError
@@ -53,10 +54,12 @@ class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
         """The sample with its tokens as `encoded`, see `_encode`.
 
         Raises:
-            DataError: the sample is wrong, or longer than `truncation: refuse` allows.
+            DataError: the sample is wrong, has a token id outside the vocabulary, or is longer than `truncation:
+                refuse` allows.
         """
         encoded = self._encoded(sample)
         for tokens in _sequences(encoded):
+            check_token_ids("the sample", tokens.input_ids, self.context.num_token_ids)
             self.check_length(tokens)
         return {**sample, ENCODED: encoded}
 

@@ -16,7 +16,7 @@ def without_packages(names: tuple[str, ...]) -> Iterator[None]:
     """Imports of these packages fail, as where they are not installed. A module that is first imported here, and
     chooses its functions then, keeps those."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
-    sys.modules.update(dict.fromkeys(names))  # None ends an import
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None ends an import
     try:
         yield
     finally:

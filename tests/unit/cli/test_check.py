@@ -23,6 +23,8 @@ RUN = (
 """
 )
 GOOD_ROW = '{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}\n'
+OUTSIDE = '{"input_ids": [1, 2, 60], "loss_mask": [0, 1, 1]}\n'
+"""The last token, which is a label and no input, is above the vocabulary of 60."""
 ARCH, TRAIN, RATE = "megatron_lm.model.arch", "megatron_lm.train.common", "megatron_lm.train.learning-rate"
 ADAPTER = "megatron_wrap.adapter"
 LORA = f"{ADAPTER}.__select__=lora"
@@ -141,6 +143,7 @@ def test_check_and_train_report_the_same(
     [
         ("first rows", [], "train.jsonl:2: ", GOOD_ROW + '{"inputs": [1]}\n' + GOOD_ROW * 2),
         ("first rows", [], "train.jsonl:1: ", '{"messages": [{"role": "user", "content": "a"}]}\n' * 4),
+        ("first rows", [], "train.jsonl:2: the sample has the token id 60, but", GOOD_ROW + OUTSIDE + GOOD_ROW * 2),
         ("tokenizer", [f"{TRAIN}.load=saved", f"{TRAIN}.finetune=true"], "61 rows there and 60 here", GOOD_ROW * 8),
         ("platform", ["megatron_wrap.logger.metric_loggers=[csv]"], "csv", GOOD_ROW * 8),
         (

@@ -53,6 +53,50 @@ def losses(*overrides: str) -> list[float]:
         return [wrap.train(batch)["loss"] for batch in wrap.batches()]
 
 
+# ---- ids outside the vocabulary ----
+
+
+class IdsFlow(MegatronWrapGPTModelSFTFlow):
+    """A flow of a user: it knows the tokens of a sample when it collates it."""
+
+    token_id_fields = (*MegatronWrapGPTModelSFTFlow.token_id_fields, "targets")
+
+    def prepare_sample(self, sample: Any) -> Any:
+        return sample
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> Any:
+        samples = [next(iterator) for _ in range(self.micro_batch_size)]
+        inputs, loss_inputs = super().collate_data_micro_batch(iter(samples))
+        targets = torch.full_like(loss_inputs["labels"], 1)
+        for row, sample in enumerate(samples):
+            targets[row, -1] = sample["target"]
+        return inputs, {**loss_inputs, "targets": targets}
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        return {**super().get_fields_and_seqdims(), "targets": 1}
+
+
+@pytest.mark.parametrize(
+    ("flow", "key"), [("gpt_sft", "input_ids"), ("ids_of_a_user", "input_ids"), ("ids_of_a_user", "target")]
+)
+def test_the_row_with_an_id_outside_the_vocabulary_is_named(flow, key):
+    """In training, in an evaluation of files and, by its index, among samples that the caller passes."""
+    MegatronWrapFlowEntry.register("ids_of_a_user")(IdsFlow)
+    good = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "target": 5}
+    bad = {**good, key: [1, 2, 60] if key == "input_ids" else 60}
+    for name, rows in (("train", [good] * 11 + [bad]), ("other", [good] * 6 + [bad])):
+        Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    select = (f"megatron_wrap.flow.flow_key={flow}", f"{DATA}.shuffle=false", f"{DATA}.validation=other.jsonl")
+    with started(*select) as wrap:
+        with pytest.raises(DataError, match=r"^train\.jsonl:12: .* token id 60, .* 0 to 59"):
+            [wrap.train(batch) for batch in wrap.batches()]
+        with pytest.raises(DataError, match=r"^other\.jsonl:7: .* token id 60"):
+            wrap.evaluate()
+        for call in (wrap.train, lambda samples: wrap.evaluate({"a": samples}), wrap.forward):
+            with pytest.raises(DataError, match=r"^sample 2 of a batch of 4: .* token id 60"):
+                call([good, good, bad, good])
+
+
 # ---- epochs ----
 
 

@@ -139,6 +139,70 @@ def test_top_k_teacher_with_all_ids_equals_the_whole_teacher(kind, mixture, temp
     torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_id_without_a_column_has_no_probability(dtype):
+    """Padding, and ids above it; a negative one is a label without loss, whose value is finite."""
+    logits = F.pad(torch.randn(1, 4, 9).to(dtype), (0, 4), value=torch.finfo(dtype).min / 2)
+    ids = torch.tensor([[8, 9, 13, -100]])
+    sets = ids.unsqueeze(-1).expand(-1, -1, 2)
+    results = {
+        "token_log_probs": ops.token_log_probs(logits, ids, ONE_RANK),
+        "log_probs_and_entropy": ops.log_probs_and_entropy(logits, ids, ONE_RANK)[0],
+        "log_probs_and_logsumexp": ops.log_probs_and_logsumexp(logits, ids, ONE_RANK)[0],
+        "token_terms": ops.token_terms(logits, ids, ONE_RANK).log_probs,
+        "gather_log_probs": ops.gather_log_probs(logits, sets, ONE_RANK)[..., 1],
+        "gather_logits": ops.gather_logits(logits, sets, ONE_RANK)[..., 1],
+    }
+    for name, result in results.items():
+        assert result.isneginf().tolist() == [[False, True, True, False]], name
+        assert result[0, [0, 3]].isfinite().all(), name
+
+
+@pytest.mark.parametrize("wrong", [9, 13, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_s_id_without_a_column_gives_no_plausible_divergence(kind, wrong):
+    """The student's probability there is 0: forward it is infinite, in a mixture the teacher's id is no student's."""
+    logits = F.pad(torch.randn(1, 1, 9, dtype=torch.float64), (0, 4), value=torch.finfo(torch.float64).min / 2)
+    teacher = ops.TopK(torch.zeros(1, 1, 2, dtype=torch.float64), torch.tensor([[[3, wrong]]]))
+    actual = ops.kl_divergence(logits, teacher, kind, group=ONE_RANK)
+    q = torch.tensor([logits.softmax(-1)[0, 0, 3].item(), 0.0], dtype=torch.float64)
+    expected = {
+        "forward": math.inf,
+        "reverse": math.log(2),  # the student's distribution over the two ids has only the first
+        "jensen_shannon": jensen_shannon(torch.tensor([0.5, 0.5], dtype=torch.float64), q),
+    }[kind]
+    assert actual.item() == pytest.approx(expected, rel=1e-12)
+
+
+def jensen_shannon(p: torch.Tensor, q: torch.Tensor) -> float:
+    """Of p and q, whose rest is on ids where p is 0."""
+    m = (p + q) / 2
+    rest = 1 - q.sum()
+    of_q = torch.xlogy(q, q) - torch.xlogy(q, m)
+    return 0.5 * float((p * (p.log() - m.log())).sum() + of_q.sum() + rest * math.log(2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_different_numbers_of_rows_are_compared_over_the_common_ones(kind):
+    """The result and the gradient of slices; without vocab_size the divergence of all rows, which is infinite."""
+    torch.manual_seed(4)
+    lowest = torch.finfo(torch.float64).min / 2
+    student, teacher = torch.randn(2, 3, 12, dtype=torch.float64), torch.randn(2, 3, 12, dtype=torch.float64)
+    student[..., 10:], teacher[..., 7:] = lowest, lowest  # 10 and 7 rows of 12
+    whole, parts = student.clone().requires_grad_(), student[..., :7].clone().requires_grad_()
+    actual = ops.kl_divergence(whole, teacher, kind, 1.5, ONE_RANK, vocab_size=7)
+    expected = ops.kl_divergence(parts, teacher[..., :7], kind, 1.5, ONE_RANK)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    actual.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(whole.grad, F.pad(parts.grad, (0, 5)), rtol=1e-12, atol=1e-12)
+    of_top_k = ops.kl_divergence(student, ops.top_k(teacher, 7, ONE_RANK), kind, 1.5, ONE_RANK, vocab_size=7)
+    torch.testing.assert_close(of_top_k, expected.detach(), rtol=1e-12, atol=1e-12)
+    if kind != "jensen_shannon":  # the one that is averaged over has more rows
+        pair = (teacher, student) if kind == "forward" else (student, teacher)
+        assert ops.kl_divergence(*pair, kind, 1.5, ONE_RANK).isposinf().all()
+
+
 def test_divergence_of_equal_logits_is_zero_and_jensen_shannon_is_bounded():
     logits = torch.randn(2, 3, 50, dtype=torch.float64) * 5
     for kind in KINDS:

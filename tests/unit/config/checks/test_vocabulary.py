@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.checks.vocabulary import model_vocab_size, small_tokenizer
-from megatron_wrap.errors import ConfigError
+from megatron_wrap.config.checks.vocabulary import check_token_ids, model_vocab_size, small_tokenizer
+from megatron_wrap.errors import ConfigError, DataError
 
 ARCH = load_run_config(Path(__file__).parents[4] / "configs" / "tiny-llama-mock.yaml").arch
 
@@ -33,3 +35,13 @@ def test_a_much_smaller_tokenizer_is_a_warning(configured: int | None, entries: 
     warning = small_tokenizer(replace(ARCH, vocab_size=configured), range(entries))
     assert (warning is not None) == warns
     assert warning is None or ("60 entries" in warning and "vocab_size: null" in warning)
+
+
+@pytest.mark.parametrize("kind", [list, numpy.array, torch.tensor])
+def test_ids_are_compared_with_the_vocabulary(kind) -> None:
+    for ids in ([], [0, 9], [[0, 9], [3, 4]]):
+        if kind is not list or not ids or isinstance(ids[0], int):
+            check_token_ids("a row", kind(ids), 10)
+    for ids, wrong in (([0, 10], 10), ([3, -1, 99], -1)):
+        with pytest.raises(DataError, match=f"^a row has the token id {wrong}, but the vocabulary has the ids 0 to 9;"):
+            check_token_ids("a row", kind(ids), 10)

@@ -31,7 +31,7 @@ def test_token_ids_equal_transformers(make_tokenizer):
         ([1, 2.0], "a prompt is a text"),
         ([True], "a prompt is a text"),
         (["two", "texts"], "a prompt is a text"),
-        ([-1], "has the token id -1; the vocabulary has 400 entries"),
+        ([-1], "has the token id -1, but the vocabulary has the ids 0 to 399"),
         ([400], "has the token id 400"),
         ([{"content": "nobody"}], 'message 0 of "messages" must be'),
     ],

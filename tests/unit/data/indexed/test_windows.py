@@ -22,7 +22,7 @@ from megatron_wrap.config.decode import load_run_config
 from megatron_wrap.data.indexed import index_files
 from megatron_wrap.data.indexed.index_files import HEADER, read_index
 from megatron_wrap.data.indexed.index_writer import read_part
-from megatron_wrap.data.indexed.windows import check_indices, open_indexed
+from megatron_wrap.data.indexed.windows import check_first_tokens, check_indices, open_indexed
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.utils.dist_logger import logger
@@ -405,8 +405,11 @@ def test_a_split_without_a_token_is_refused(tmp_path):
 
 def test_tokens_of_another_vocabulary_are_refused(folder, tmp_path):
     data = open_indexed(run(f"{DATA}.train={folder}/a", f"{DATA}.cache_dir={tmp_path}"), 40, None)
-    with pytest.raises(DataError, match=r"/a\.bin window 1: token ids are between .* ids 0 to 39; tokenize"):
+    with pytest.raises(DataError, match=r"/a\.bin window 1: the window has the token id .* ids 0 to 39;"):
         data.training.read(0)
+    with pytest.raises(DataError, match=r"/a\.bin has the token id .* ids 0 to 39;"):
+        check_first_tokens(run(f"{DATA}.train={folder}/a"), 40)
+    check_first_tokens(run(f"{DATA}.train={folder}/a"), VOCAB)
 
 
 def test_files_of_another_tokenizer_are_refused_before_the_first_window(folder, tmp_path):

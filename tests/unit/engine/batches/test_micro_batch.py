@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -127,6 +128,10 @@ def test_a_flow_must_take_exactly_micro_batch_size_samples():
         collate(Lazy(), SAMPLES, seed=0)
 
 
+def named(samples: list[Any]) -> list[tuple[str, Any]]:
+    return [(f"row {index}", sample) for index, sample in enumerate(samples)]
+
+
 def test_try_flow_compares_the_terms_of_two_micro_batches():
     class ByContent(Flow):
         def get_loss_weight(self, loss_inputs: Any) -> Any:
@@ -137,12 +142,14 @@ def test_try_flow_compares_the_terms_of_two_micro_batches():
 
     try_flow(Flow(), [], seed=0)
     flow = Flow()
-    try_flow(flow, [*SAMPLES, [9]], seed=0)
+    try_flow(flow, named([*SAMPLES, [9]]), seed=0)
     assert flow.sizes == [2, 1]
     with pytest.raises(FlowError, match=r"\['a', 'b'\].*\['a'\]"):
-        try_flow(ByContent(), [*SAMPLES, [9], [8]], seed=0)
+        try_flow(ByContent(), named([*SAMPLES, [9], [8]]), seed=0)
     with pytest.raises(FlowError, match=r"get_loss_coefficients.*'typo'.*get_loss_weight.*'a', 'b"):
-        try_flow(ByContent(), SAMPLES, seed=0)
+        try_flow(ByContent(), named(SAMPLES), seed=0)
+    with pytest.raises(DataError, match=r"^row 2: Flow: input_ids has the token id 16"):
+        try_flow(Flow(), named([[1], [2], [16]]), seed=0)
 
 
 def test_sequences_beyond_seq_length_are_refused():
@@ -154,6 +161,71 @@ def test_sequences_beyond_seq_length_are_refused():
 def test_ids_outside_the_vocabulary_are_refused(ids):
     with pytest.raises(DataError, match=r"vocabulary.* 0 to 15"):
         collate(Flow(), [ids, [3]], seed=0)
+
+
+def test_the_sample_with_an_id_outside_the_vocabulary_is_named():
+    with pytest.raises(DataError, match=r"^b: Flow: input_ids has the token id 40"):
+        collate(Flow(), [[3], [1, 40]], seed=0, name_of=["a", "b"].__getitem__)
+
+
+def with_field(name: str, values: list[list[int]], mask: list[list[float]] | None = None) -> Any:
+    """A change of the collated fields that adds one, and replaces the loss mask or, if it is [], removes it."""
+
+    def change(inputs: Any, loss: Any) -> Any:
+        fields = {**loss, name: torch.tensor(values), "loss_mask": torch.tensor([[1.0, 1.0]] if mask is None else mask)}
+        if mask == []:
+            del fields["loss_mask"]
+        return inputs, fields
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("values", "mask", "wrong"),
+    [
+        ([[3, 16]], None, "16"),
+        ([[3, -1]], None, "-1"),
+        ([[3, -100]], [[1.0, 1.0]], "-100"),
+        ([[3, 16]], [[1.0, 0.0]], "16"),
+        ([[3, -100]], [[1.0, 0.0]], None),
+        ([[3, -1]], [[1.0, 0.0]], None),
+        ([[3, -100]], [], None),
+        ([[3, -1]], [], "-1"),
+        ([[0, 15]], None, None),
+    ],
+)
+def test_labels_are_compared_with_the_vocabulary(values, mask, wrong):
+    flow = Flow(with_field("labels", values, mask))
+    if wrong is None:
+        collate(flow, [[1, 2]], seed=0)
+    else:
+        with pytest.raises(DataError, match=f"Flow: labels has the token id {wrong}, .* 0 to 15"):
+            collate(flow, [[1, 2]], seed=0)
+
+
+def test_further_fields_of_ids_are_those_that_the_flow_lists():
+    class Listed(Flow):
+        token_id_fields = (*Flow.token_id_fields, "targets")
+
+    change = with_field("targets", [[3, 16]])
+    collate(Flow(change), [[1, 2]], seed=0)
+    with pytest.raises(DataError, match="Listed: targets has the token id 16"):
+        collate(Listed(change), [[1, 2]], seed=0)
+
+
+def test_labels_that_are_no_ids_are_not_compared():
+    def change(inputs: Any, loss: Any) -> Any:
+        return inputs, {**loss, "labels": torch.tensor([[0.5, 700.0]])}
+
+    collate(Flow(change), [[1, 2]], seed=0)
+
+
+def test_ids_that_the_reference_model_lacks_are_refused():
+    flow = Flow()
+    flow.context = dataclasses.replace(flow.context, common_vocab_size=12)
+    collate(flow, [[11]], seed=0)
+    with pytest.raises(DataError, match=r"token id 12, .* 0 to 11"):
+        collate(flow, [[12]], seed=0)
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), {"a": -2.0}, "many", torch.ones(2)])

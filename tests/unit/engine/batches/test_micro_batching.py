@@ -14,7 +14,13 @@ from torch import Tensor
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches
-from megatron_wrap.engine.batches.micro_batching import MicroBatching, micro_batching_of, prepared_samples, split_batch
+from megatron_wrap.engine.batches.micro_batching import (
+    MicroBatching,
+    micro_batching_of,
+    names_by_index,
+    prepared_samples,
+    split_batch,
+)
 from megatron_wrap.engine.batches.packed_rows import padded_length
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow
@@ -58,7 +64,9 @@ def axis(size: int, rank: int = 0) -> Axis:
 
 def split(flow: Flow, samples: list[Any], how: MicroBatching, seed: int, dp: Axis) -> ReplicaMicroBatches:
     """Of samples as they were read."""
-    return split_batch(flow, len(samples), prepared_samples(flow.prepare_sample, samples), how, seed, dp)
+    names = names_by_index(samples)
+    prepared = prepared_samples(flow.prepare_sample, samples, names)
+    return split_batch(flow, len(samples), prepared, how, seed, dp, names)
 
 
 def training(*arguments: Any) -> tuple[MicroBatch, ...]:
