@@ -62,7 +62,7 @@ CHINESE = Language(
         "elapsed_time": "本步用时",
         "tokens_per_second": "所有设备合计，不含填充",
         "tokens_per_second_per_device": "同上，除以设备数",
-        "tflops": "每设备的模型计算速度",
+        "tflops": "每设备完成本步所需矩阵乘法的速度；冻结的权重没有梯度，不计其计算量",
         "throughput": "与 `tflops` 相同",
         "memory_allocated": "本进程所用设备上已分配的内存；在 CPU 上为进程的常驻内存",
         "memory_reserved": "同上，另含 torch 分配器留作复用的部分",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.checkpoint.content import layout_facts
 from megatron_wrap.checkpoint.precheck import starting_checkpoint
 from megatron_wrap.checkpoint.saved_run import read_saved_run
@@ -42,7 +43,7 @@ def decided(config: RunConfig, platform: Platform, parallel: ParallelState, voca
     saved, split, exchange, device = on_rank_0(lambda: (*_saved_choices(config, layout), platform.device_name))
     chosen = choices(config, platform.machine, parallel.dp_cp.size, saved)
     config = with_choices(config, chosen)
-    split_here = split_choice(config, vocab_size, device, split)
+    split_here = split_choice(config, trained_shape(config, vocab_size), device, split)
     exchange_here = exchange_choice(config, use_transformer_engine(config, platform), exchange)
     more = tuple(choice for choice in (split_here, exchange_here) if choice is not None)
     enabled = [str(choice) for choice in (*chosen, *more) if choice.value]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from megatron_wrap.bridge.export.adapted import adapter_lines
+from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.bridge.loading.hub import with_downloads
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.decode import decode, load_tree
@@ -80,7 +81,9 @@ def _choices_here(config: RunConfig) -> tuple[Choice, ...]:
     machine = this_machine(config.init.platform)
     chosen = all_choices(config, machine, max(1, shards), os.environ.get(CONNECTIONS))
     tokens = config.arch.vocab_size  # without a tokenizer nothing more is known, and explain loads none
-    split = None if tokens is None else split_choice(config, tokens, machine.device)
+    split = None
+    if tokens is not None and derived.splits_by_cost(config):
+        split = split_choice(config, trained_shape(config, tokens), machine.device)
     here = with_choices(config, layer_choices(config, machine))
     exchange = exchange_choice(here, has_transformer_engine_layers(here, machine))
     return (*chosen, *(choice for choice in (split, exchange) if choice is not None))

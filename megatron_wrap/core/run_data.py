@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.schedule import check_schedule
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
@@ -26,7 +27,6 @@ from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.parallel.state import ParallelState
-from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.utils.dist_logger import logger
 
 
@@ -139,7 +139,7 @@ def with_train_iters(config: RunConfig, parallel: ParallelState, tokenizer: Any)
     size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     flow = build_flow(config, tokenizer, size, parallel)
     rule = batch_rule(
-        config, micro_batching_of(config, parallel, model_shape(config, size), num_microbatches_multiple=1)
+        config, micro_batching_of(config, parallel, trained_shape(config, size), num_microbatches_multiple=1)
     )
     data = RunData(config, tokenizer)
     stream = data.training_stream()

@@ -198,6 +198,7 @@ class MegatronWrap:
         from megatron_wrap.core.run_folders import hold_folders
         from megatron_wrap.data.chat.tokenizer import run_tokenizer
         from megatron_wrap.parallel.agreement import on_rank_0
+        from megatron_wrap.plan.model_parts import model_shape
         from megatron_wrap.plan.pipeline_split import with_split
 
         self.tokenizer = run_tokenizer(self.config.data)
@@ -207,7 +208,9 @@ class MegatronWrap:
             counted = with_train_iters(requested, parallel, self.tokenizer)
             self.config = decided(counted, self.platform, parallel, vocab_size)
         else:
-            self.config = with_split(self.config, vocab_size, on_rank_0(lambda: self.platform.device_name))
+            self.config = with_split(
+                self.config, model_shape(self.config, vocab_size), on_rank_0(lambda: self.platform.device_name)
+            )
         if self._run is not None:
             self._run.close()
         self._folders.close()

@@ -12,7 +12,6 @@ import torch
 
 from megatron_wrap.engine.bad_steps import record_good_step, refuse_or_skip, skip_or_refuse_untrained, spike
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
-from megatron_wrap.engine.batches.micro_batching import has_step_samples
 from megatron_wrap.engine.garbage import collect_delayed, delayed_collection
 from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics, StartedReduction
 from megatron_wrap.engine.passes.synchronize_parameters import parameter_square_sum
@@ -29,7 +28,7 @@ from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, GRADIENTS, OPTIMIZER, doing, phase
 from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
-from megatron_wrap.plan.flops import tflops_per_device, training_flops
+from megatron_wrap.plan.flops import tflops_per_device
 from megatron_wrap.platform.megatron_core.first_gradients import zero_stale
 
 _STOP = "stop_requests"
@@ -233,8 +232,7 @@ def _metrics(
     if "num_tokens" not in reduced.flow_metrics:  # a flow may report one
         metrics["num_tokens"] = progress.consumed_tokens
     if logger.add_throughput_to_metrics:
-        flops = training_flops(state.shape, counts.tokens, counts.squared_lengths)
-        flops *= _forward_passes(state) / 3  # a backward pass costs two forward passes
+        flops = state.step_flops.of(counts.tokens, counts.squared_lengths)
         metrics["tflops"] = metrics["throughput"] = tflops_per_device(flops, elapsed_seconds, devices)
     if logger.add_memory_to_metrics:
         metrics |= state.platform.memory_gib()
@@ -248,13 +246,6 @@ def _metrics(
 
 def _reports_expert_load(state: TrainingState) -> bool:
     return state.config.logger.add_expert_load_to_metrics and state.config.arch.num_experts is not None
-
-
-def _forward_passes(state: TrainingState) -> int:
-    """Cost of a step in forward passes over its tokens; samples of `get_step_samples` count as many tokens."""
-    flow, with_reference = state.flow, state.reference is not None
-    two_batches = flow.step_values_from is not None and has_step_samples(flow)
-    return 3 + with_reference * (2 if two_batches else 1) + (flow.step_values_from == "outputs")
 
 
 def _params_norm(state: TrainingState) -> float:

@@ -162,7 +162,7 @@ _LAST_METRICS = (
     MetricInfo("tokens_per_second_per_device", "the same divided by the number of devices", "tokens/s"),
     MetricInfo(
         "tflops",
-        "of the model's matrix products, per device",
+        "of the matmuls that the step needs, per device: none for gradients of frozen weights",
         "TFLOP/s",
         ConsoleFormat(partial(significant, digits=3), 412.34, "{number} TFLOP/s", shown=lambda value: value >= 0.1),
         f"{_LOGGER}.add_throughput_to_metrics",

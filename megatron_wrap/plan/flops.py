@@ -1,125 +1,111 @@
-"""Model FLOPs of a training step of a GPT, for TFLOP/s and model FLOPs utilization.
+"""FLOPs of a training step of a GPT: of the matmuls that the algorithm needs, for TFLOP/s and model FLOPs utilization.
 
-Counts only matrix products (2 FLOPs per multiply-add), as in Narayanan et al. 2021, "Efficient Large-Scale Language
-Model Training on GPU Clusters", appendix, and in Megatron-LM's `num_floating_point_operations`
-(megatron/training/training.py). Recomputation is not counted. All sizes are global, not per rank.
+Counts matmuls alone (2 FLOPs per multiply-add), as in Narayanan et al. 2021, "Efficient Large-Scale Language Model
+Training on GPU Clusters", appendix, and in Megatron-LM's `num_floating_point_operations`
+(megatron/training/training.py). These assume that everything is trained: 6 FLOPs for each weight and token, of the
+forward pass, of the gradient of the weight and of that of its inputs. Here a frozen weight has no gradient, and inputs
+have one only if something that they depend on is trained. Recomputation is not counted. All sizes are global, not per
+rank.
 """
 
+from __future__ import annotations
+
+from collections import defaultdict
 from dataclasses import dataclass
 
-from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.plan.model_parts import EMBEDDING, OUTPUT, ModelShape, TrainedParts, model_blocks, part_of
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """What determines the FLOPs of a GPT."""
+class Flops:
+    """FLOPs of a pass or a step over a global batch, as a function of the lengths of its sequences."""
 
-    arch: ArchConfig
-    vocab_size: int
-    """Output size of the output layer, which may be tied to the embedding."""
-    output_size: int | None = None
-    """Output size of a layer that replaces the output layer, such as a scalar head; None: `vocab_size`."""
+    per_token: float
+    per_square: float
+    """For the square of each sequence's length; of packed rows, of each document's."""
+
+    def of(self, num_tokens: float, sum_of_squared_lengths: float) -> float:
+        """FLOPs of a batch of `num_tokens` tokens, the sum of all lengths."""
+        return self.per_token * num_tokens + self.per_square * sum_of_squared_lengths
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.per_token + other.per_token, self.per_square + other.per_square)
 
 
-def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
-    """The shape of the model of `config` with a vocabulary of `vocab_size` entries."""
-    return ModelShape(config.arch, vocab_size, 1 if derived.has_value_head(config) else None)
+def forward_flops(shape: ModelShape, causal: bool = True) -> Flops:
+    """FLOPs of one forward pass.
 
-
-def forward_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: float, causal: bool = True) -> float:
-    """FLOPs of one forward pass over a global batch.
+    For each token 2 h (2 d_q + 2 d_kv) + 2 h f (2, or 3 when gated) in each layer, plus 2 h V, with d_q = heads *
+    channels and d_kv = groups * channels; for each squared length 4 d_q [/ 2 when causal] in each layer. In a MoE
+    layer, f is topk * expert size plus the size of the shared experts, and the router adds 2 h E (which Megatron-LM
+    omits). With multi-latent attention, the projections are its down- and up-projections, and 4 d_q is 2 (d_q + heads *
+    value head size). A sliding window is ignored: attention counts as full. A layer with linear attention has no
+    scores. A trained layer for multi-token prediction adds a layer, 2 h 2 h and 2 h V. A factor of an adapter adds 2
+    for each element.
 
     Args:
-        shape: global sizes of the model.
-        num_tokens: tokens in the batch, the sum of all sequence lengths.
-        sum_of_squared_lengths: sum of squared sequence lengths; for packed sequences, of squared document lengths.
         causal: count S^2 / 2 attention scores per sequence, like Megatron-LM (the exact number is S * (S + 1) / 2).
-
-    Returns:
-        2 T h (2 d_q + 2 d_kv) + 4 d_q sum(S^2) [/ 2 when causal] + 2 T h f (2, or 3 when gated) for each layer, plus
-        2 T h V, with d_q = heads * channels and d_kv = groups * channels. In a MoE layer, f is topk * expert size plus
-        the size of the shared experts, and the router adds 2 T h E (which Megatron-LM omits). With multi-latent
-        attention, the projections are its down- and up-projections, and 4 d_q is 2 (d_q + heads * value head size).
-        A sliding window is ignored: attention counts as full. A layer with linear attention has no scores; see
-        `layer_weights`. A trained layer for multi-token prediction adds a layer, 2 T h 2 h and 2 T h V.
     """
-    arch = shape.arch
-    prediction_layers = derived.trained_prediction_layers(arch)
-    linear = derived.linear_layer_pattern(arch)
-    kinds = zip(derived.moe_layer_pattern(arch), linear, strict=True)
-    weights = sum(layer_weights(arch, bool(has_experts), bool(is_linear)) for has_experts, is_linear in kinds)
-    weights += output_weights(shape) + prediction_layers * prediction_weights(shape)
-    scores = 2 * attention_width(arch) * sum_of_squared_lengths * (0.5 if causal else 1.0)
-    return 2 * num_tokens * weights + (arch.num_layers - sum(linear) + prediction_layers) * scores
+    return _flops(shape, causal, backward=False)
 
 
-def layer_weights(arch: ArchConfig, has_experts: bool, is_linear: bool = False) -> int:
-    """Number of weights of a layer that multiply each token: of the chosen experts in a layer with experts.
+def training_flops(shape: ModelShape, causal: bool = True) -> Flops:
+    """FLOPs of one forward and backward pass, three times `forward_flops` if everything is trained. Argument as there.
 
-    Linear attention counts the products of the rule with its state as well: of the key with the state, of key and
-    value, of the query with the state, and the decay, 4 heads * d_k * d_v as in Megatron-LM's formula.
+    A matmul with weights costs its forward pass again for the gradient of the weights, if these are trained, and for
+    the gradient of its inputs, if they depend on something that is trained; attention costs it twice in the latter
+    case.
     """
-    num_matrices = 3 if derived.is_gated(arch) else 2
-    columns = derived.ffn_hidden_size(arch) * num_matrices
-    if has_experts:
-        shared = arch.moe_shared_expert_intermediate_size or 0
-        width = arch.moe_router_topk * derived.moe_ffn_hidden_size(arch) + shared
-        columns = width * num_matrices + (arch.num_experts or 0) + arch.moe_shared_expert_gate
-    attention = _linear_attention_weights(arch) if is_linear else _attention_weights(arch)
-    return attention + arch.hidden_size * columns
+    return _flops(shape, causal, backward=True)
 
 
-def output_weights(shape: ModelShape) -> int:
-    """Number of weights of the output layer, or of what replaces it."""
-    return shape.arch.hidden_size * (shape.vocab_size if shape.output_size is None else shape.output_size)
+def _flops(shape: ModelShape, causal: bool, backward: bool) -> Flops:
+    trained, factors = TrainedParts(shape), _factors(shape)
+    per_token = per_square = 0.0
+    hidden = trained.embedding
+    for block in model_blocks(shape):
+        hidden = hidden or (block.takes_embedding and trained.embedding)
+        have_gradients: dict[str, bool] = {}
+        for part in block.parts:
+            name = block.prefix + part.name
+            inputs = any(have_gradients[before] for before in part.after) if part.after else hidden
+            have_gradients[part.name] = inputs or name in trained
+            share = trained.share(name) if part.weights else 0.0
+            per_token += part.weights * (1 + backward * (inputs + share))
+            per_square += part.scores * (1 + 2 * backward * inputs)
+            for factor in factors[name]:
+                of_factor = inputs or factor.follows_trained
+                per_token += factor.elements * (1 + backward * (of_factor + factor.is_trained))
+        hidden = hidden or (not block.returns_logits and any(have_gradients.values()))
+    return Flops(2 * per_token, 2 * per_square * (0.5 if causal else 1.0))
 
 
-def prediction_weights(shape: ModelShape) -> int:
-    """Number of weights that a layer for multi-token prediction multiplies with each token: its projection, its
-    transformer layer, which is like the model's last one, and the output layer, which is the model's."""
-    projection, has_experts = 2 * shape.arch.hidden_size**2, bool(derived.moe_layer_pattern(shape.arch)[-1])
-    return projection + layer_weights(shape.arch, has_experts) + output_weights(shape)
+@dataclass(frozen=True)
+class _Factor:
+    elements: float
+    """That multiply each token; of the experts that it chooses."""
+    is_trained: bool
+    follows_trained: bool
+    """Its inputs are the product with a trained factor."""
 
 
-def attention_width(arch: ArchConfig) -> int:
-    """Multiply-adds of a layer's attention for each query and key: the score, and its product with the value."""
-    if not arch.multi_latent_attention:
-        return 2 * arch.num_attention_heads * derived.kv_channels(arch)
-    return arch.num_attention_heads * (arch.qk_head_dim + arch.qk_pos_emb_head_dim + arch.v_head_dim)
-
-
-def _linear_attention_weights(arch: ArchConfig) -> int:
-    keys = arch.linear_num_key_heads * arch.linear_key_head_dim
-    values = arch.linear_num_value_heads * arch.linear_value_head_dim
-    projections = arch.hidden_size * (2 * keys + 3 * values + 2 * arch.linear_num_value_heads)
-    return projections + arch.linear_conv_kernel_dim * (2 * keys + values) + 4 * values * arch.linear_key_head_dim
-
-
-def _attention_weights(arch: ArchConfig) -> int:
-    """Number of weights in one layer's attention projections."""
-    heads, hidden = arch.num_attention_heads, arch.hidden_size
-    if not arch.multi_latent_attention:
-        columns = (2 + arch.attention_output_gate) * heads + 2 * derived.num_query_groups(arch)
-        return hidden * columns * derived.kv_channels(arch)
-    query_width, rank = heads * (arch.qk_head_dim + arch.qk_pos_emb_head_dim), arch.q_lora_rank
-    queries = hidden * query_width if rank is None else rank * (hidden + query_width)
-    down = hidden * (arch.kv_lora_rank + arch.qk_pos_emb_head_dim)
-    up = arch.kv_lora_rank * heads * (arch.qk_head_dim + arch.v_head_dim)
-    return queries + down + up + heads * arch.v_head_dim * hidden
-
-
-def training_flops(shape: ModelShape, num_tokens: float, sum_of_squared_lengths: float, causal: bool = True) -> float:
-    """FLOPs of one training step over a global batch, 3 * `forward_flops`, with the same arguments.
-
-    The backward pass costs twice the forward pass: each matrix product needs one product per factor for its gradient.
-    """
-    return 3 * forward_flops(shape, num_tokens, sum_of_squared_lengths, causal)
+def _factors(shape: ModelShape) -> dict[str, list[_Factor]]:
+    """The factors beside each part; rows of the embedding are copied, those of the output layer multiplied."""
+    factors = defaultdict[str, list[_Factor]](list)
+    for parameter, elements in shape.factors.items():
+        part, name = part_of(parameter)
+        chosen = shape.arch.moe_router_topk / (shape.arch.num_experts or 1) if ".mlp.experts." in part else 1
+        is_trained = shape.trained is None or parameter in shape.trained
+        factor = _Factor(elements * chosen, is_trained, is_trained and name.startswith("lora_B_"))
+        if part != EMBEDDING:
+            factors[part].append(factor)
+        elif shape.is_tied:
+            factors[OUTPUT].append(factor)
+    return factors
 
 
 def tflops_per_device(flops: float, elapsed_seconds: float, num_devices: int) -> float:
-    """Model TFLOP/s (1e12 FLOPs per second) per device, from a step's `training_flops` and wall time.
+    """Model TFLOP/s (1e12 FLOPs per second) per device, from the FLOPs of a step and its wall time.
 
     Returns 0 for an elapsed time of 0 (the clock's resolution is too coarse for the step).
     """

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import fp8_settings
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.plan.flops import ModelShape, attention_width, layer_weights, output_weights
+from megatron_wrap.plan.model_parts import (
+    OUTPUT,
+    ModelShape,
+    Part,
+    TrainedParts,
+    attention_width,
+    layer_parts,
+    output_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -64,31 +74,41 @@ def device_speed(device: str) -> DeviceSpeed:
 
 
 def model_costs(config: RunConfig, shape: ModelShape, device: str) -> ModelCosts:
-    """The costs of a run's model for sequences of `seq_length` tokens.
+    """The costs of a run's model for sequences of `seq_length` tokens. A frozen weight has no gradient; all inputs
+    have, as those of a pipeline stage do in Megatron-Core (pipeline_parallel/p2p_communication.py).
 
     Args:
         device: name of the GPU; "" on CPUs.
     """
     arch, speed, seq_length = shape.arch, device_speed(device), config.train.seq_length
-    # forward and backward pass are three forward passes; recomputation adds a part of one
+    # forward and backward pass are three forward passes if all is trained; recomputation adds a part of one
     granularity = config.recompute.recompute_granularity
     passes = 4.0 if granularity == "full" else 3.0
     attention_passes = 4.0 if granularity is not None else 3.0
     faster = 1.0 if fp8_settings(config) is None else _FP8_PRODUCTS
     elementwise = speed.elementwise * arch.hidden_size
     attention = attention_passes * attention_width(arch) * seq_length / speed.attention
+    trained = TrainedParts(shape)
 
-    def layer(has_experts: int, is_linear: int) -> float:
-        products = passes * 2 * layer_weights(arch, bool(has_experts), bool(is_linear)) / speed.products / faster
-        return products + (0.0 if is_linear else attention) + elementwise * passes / 3
+    def matmuls(prefix: str, parts: Iterable[Part], passes: float) -> float:
+        return (
+            sum(2 * part.weights * (passes - 1 + trained.share(prefix + part.name)) for part in parts) / speed.products
+        )
 
-    output = 3 * 2 * output_weights(shape) / speed.products + speed.loss * (shape.output_size or shape.vocab_size)
-    projection = passes * 2 * 2 * arch.hidden_size**2 / speed.products
-    experts = derived.moe_layer_pattern(arch)
-    ahead = derived.trained_prediction_layers(arch) * (layer(experts[-1], 0) + projection + output)
+    def layer(prefix: str, has_experts: int, is_linear: int) -> float:
+        parts = itertools.chain(*layer_parts(arch, bool(has_experts), bool(is_linear)))
+        return matmuls(prefix, parts, passes) / faster + (0.0 if is_linear else attention) + elementwise * passes / 3
+
+    output = matmuls("", [Part(OUTPUT, weights=output_weights(shape))], 3.0)
+    output += speed.loss * (shape.output_size or shape.vocab_size)
+    experts, ahead = derived.moe_layer_pattern(arch), 0.0
+    for number in range(derived.trained_prediction_layers(arch)):
+        prefix = f"mtp_block.layers.{number}."
+        ahead += matmuls(prefix, [Part("eh_proj", weights=2 * arch.hidden_size**2)], passes)
+        ahead += layer(f"{prefix}transformer_layer.", experts[-1], 0) + output
     kinds = zip(experts, derived.linear_layer_pattern(arch), strict=True)
     return ModelCosts(
-        layers=tuple(layer(has_experts, is_linear) for has_experts, is_linear in kinds),
+        layers=tuple(layer(f"decoder.layers.{number}.", *kind) for number, kind in enumerate(kinds)),
         embedding=elementwise / 3,
         output=output + ahead,
     )

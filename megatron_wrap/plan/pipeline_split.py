@@ -10,22 +10,23 @@ from megatron_wrap.config.defaults import Choice, with_choices
 from megatron_wrap.config.reading.pipeline_layout import PipelineLayout, even_layout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.plan.layer_costs import ModelCosts, model_costs
+from megatron_wrap.plan.model_parts import ModelShape
 
 LAYOUT_KEY = "parallel.pipeline_model_parallel_layout"
 
 
-def with_split(config: RunConfig, vocab_size: int, device: str, saved: str | None = None) -> RunConfig:
+def with_split(config: RunConfig, shape: ModelShape, device: str, saved: str | None = None) -> RunConfig:
     """The configuration with the layers of each pipeline stage, where no key names them."""
-    choice = split_choice(config, vocab_size, device, saved)
+    choice = split_choice(config, shape, device, saved)
     return config if choice is None else with_choices(config, (choice,))
 
 
-def split_choice(config: RunConfig, vocab_size: int, device: str, saved: str | None = None) -> Choice | None:
+def split_choice(config: RunConfig, shape: ModelShape, device: str, saved: str | None = None) -> Choice | None:
     """The split of a run whose configuration names none, with what it is expected to waste; None: nothing to choose.
 
     Args:
+        shape: of the run's model.
         device: name of the GPU, the same on all ranks; "" on CPUs.
         saved: the split of the checkpoint from which the run continues bit for bit.
     """
@@ -34,7 +35,7 @@ def split_choice(config: RunConfig, vocab_size: int, device: str, saved: str | N
     if saved is not None:
         return Choice(LAYOUT_KEY, saved, "as in the checkpoint from which the run resumes")
     stages, chunks = config.parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config) or 1
-    costs = model_costs(config, model_shape(config, vocab_size), device)
+    costs = model_costs(config, shape, device)
     layout = split_by_cost(costs, stages, chunks)
     even = even_layout(config.arch.num_layers, stages, chunks)
     reason = f"layers {_counts(layout)}; {_waste(costs, layout)}"
@@ -43,7 +44,7 @@ def split_choice(config: RunConfig, vocab_size: int, device: str, saved: str | N
     return Choice(LAYOUT_KEY, str(layout), reason)
 
 
-def faster_split(config: RunConfig, vocab_size: int, device: str) -> tuple[PipelineLayout, float] | None:
+def faster_split(config: RunConfig, shape: ModelShape, device: str) -> tuple[PipelineLayout, float] | None:
     """The split by cost of a pipeline that has another one, and the share of a step that it would save; None: the
     pipeline has it, or there is no pipeline. Same arguments as `split_choice`, with a configuration that names a split.
     """
@@ -51,7 +52,7 @@ def faster_split(config: RunConfig, vocab_size: int, device: str) -> tuple[Pipel
     if stages == 1 or derived.accounts_for_ends(config):
         return None
     layout, chunks = named_split(config), derived.virtual_pipeline_size(config) or 1
-    costs = model_costs(config, model_shape(config, vocab_size), device)
+    costs = model_costs(config, shape, device)
     best = split_by_cost(costs, stages, chunks)
     share = 1 - max(stage_costs(costs, best)) / max(stage_costs(costs, layout))
     return (best, share) if share > 0 else None

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from megatron_wrap.config.schema import derived
 from megatron_wrap.parallel.collectives import gather_objects
-from megatron_wrap.plan.flops import ModelShape, training_flops
 from megatron_wrap.plan.pipeline_split import faster_split
 from megatron_wrap.profiling.advice import ProfiledRun, StepMemory, memory_changes, promising_changes
 from megatron_wrap.profiling.breakdown import StepBreakdown, break_down
@@ -27,6 +26,8 @@ from megatron_wrap.utils.dist_logger import logger
 if TYPE_CHECKING:
     from megatron_wrap.config import RunConfig
     from megatron_wrap.parallel.state import ParallelState
+    from megatron_wrap.plan.flops import Flops
+    from megatron_wrap.plan.model_parts import ModelShape
     from megatron_wrap.platform.base.platform import Platform
 
 _GIB = 2**30
@@ -40,7 +41,8 @@ class StepProfiler:
     Args:
         iteration: steps already taken.
         folder: receives the files, in a subfolder for each range of consecutive iterations.
-        shape: sizes of the model, for its FLOPs.
+        shape: of the run's model.
+        flops: of a step.
         transformer_engine_layers: whether the model's layers are Transformer Engine's.
         avoidable_logits_bytes: memory of this process that linear_cross_entropy would save.
         can_pack: whether the flow supports packed rows.
@@ -55,13 +57,15 @@ class StepProfiler:
         folder: Path,
         *,
         shape: ModelShape,
+        flops: Flops,
         transformer_engine_layers: bool,
         avoidable_logits_bytes: int,
         can_pack: bool,
     ) -> None:
         self._config, self._platform, self._parallel = config, platform, parallel
         self._previous, self._folder = iteration, folder
-        self._shape, self._transformer_engine_layers, self._can_pack = shape, transformer_engine_layers, can_pack
+        self._shape, self._flops = shape, flops
+        self._transformer_engine_layers, self._can_pack = transformer_engine_layers, can_pack
         self._avoidable_logits_bytes = avoidable_logits_bytes
         self._steps = frozenset(config.profile.steps)
         self._cuda = platform.name == "cuda"
@@ -211,8 +215,8 @@ class StepProfiler:
             dp_size=parallel.dp.size,
             num_microbatches=max(1, derived.num_microbatches(self._config, parallel.dp.size)),
             padding_share=padding_share,
-            product_flops=training_flops(self._shape, real_tokens, 0.0) / parallel.world.size,
+            product_flops=self._flops.of(real_tokens, 0.0) / parallel.world.size,
             peak_gib=peak_gib,
             total_gib=platform.total_memory_bytes() / _GIB / (1 if self._cuda else parallel.world.size),
-            faster_split=faster_split(self._config, self._shape.vocab_size, platform.machine.device),
+            faster_split=faster_split(self._config, self._shape, platform.machine.device),
         )

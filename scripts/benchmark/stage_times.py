@@ -25,9 +25,9 @@ from unittest import mock
 import torch
 from train_speed import random_tokens
 
+from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.core import MegatronWrap, exit_on_user_error
 from megatron_wrap.parallel.collectives import gather_objects
-from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.plan.layer_costs import ANY_DEVICE, device_speed, model_costs
 from megatron_wrap.plan.pipeline_split import named_split, stage_costs
 
@@ -122,7 +122,7 @@ def stage_report(name: str, wrap: MegatronWrap, per_step: Sequence[Sequence[floa
     count = wrap.global_batch_size // config.train.micro_batch_size
     measured = gather_objects(statistics.median(sum(times) / count for times in per_step))
     device = wrap.platform.device_name if torch.cuda.is_available() else ""
-    costs = model_costs(config, model_shape(config, vocab_size), device)
+    costs = model_costs(config, trained_shape(config, vocab_size), device)
     layout = named_split(config)
     tokens = config.train.micro_batch_size * config.train.seq_length
     predicted = [cost * tokens for cost in stage_costs(costs, layout)]

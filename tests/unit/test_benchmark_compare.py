@@ -54,10 +54,13 @@ def test_an_adapter_and_packed_samples_of_mixed_lengths() -> None:
     lengths = [len(sample) - 1 for sample in task.samples()]
     assert lengths == task.sample_lengths * 3  # the same in each step
     assert (len(set(lengths)) > 9, max(lengths), task.tokens_per_step) == (True, 512, sum(lengths) // 3)
-    # frozen weights need no gradient: 4 FLOPs per weight and token instead of 6
+    # 4 FLOPs per frozen weight and token, 6 per weight of a factor; the first layer's inputs need no gradient
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 8 * 128 + 3 * 4096 * 14336) + 4096 * 128256
+    factors = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    first = 4096 * (4096 + 2 * 1024) + 3 * 16 * 4096
     attention = 6 * 32 * 4096 * sum(length**2 for length in task.sample_lengths)
-    assert task.tflops(1.0) == pytest.approx((4 * weights * task.tokens_per_step + attention) / 1e12)
+    expected = (4 * weights + 6 * factors - 2 * first) * task.tokens_per_step + attention
+    assert task.tflops(1.0) == pytest.approx(expected / 1e12)
 
 
 def test_tokens_are_the_same_for_each_program_and_skewed() -> None:

@@ -1,14 +1,19 @@
-"""The parameters that `train.freeze` names. Needs neither torch nor Megatron-Core."""
+"""The parameters that `train.freeze` names, and those that a run trains. Needs neither torch nor Megatron-Core."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from megatron_wrap.bridge.export.adapted import layers_with_adapters
 from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.mapping.adapter_targets import ADAPTER, adapter_family
 from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import UnsupportedModel, did_you_mean
+from megatron_wrap.plan.model_parts import ModelShape, model_shape, parameter_names
 
 _KEY = ["train.freeze"]
 
@@ -68,6 +73,39 @@ def frozen_names(config: RunConfig, named: Mapping[str, tuple[str, ...]]) -> set
     if len(frozen) == len(named):
         refuse(config, _KEY, f"all {len(named)} parameters of the model match, so nothing is trained")
     return frozen
+
+
+def trained_shape(config: RunConfig, vocab_size: int) -> ModelShape:
+    """The run's model, with the parameters that are trained and the factors of its adapter.
+
+    Raises:
+        UnsupportedModel, ConfigError: as `layers_with_adapters` and `frozen_names`.
+    """
+    shape = model_shape(config, vocab_size)
+    if config.adapter.adapter_type != "none":
+        return _adapted_shape(config, shape)
+    if not config.train.freeze:
+        return shape
+    named = hugging_face_names(config)
+    if named is not None:
+        return replace(shape, trained=frozenset(named.keys() - frozen_names(config, named)))
+    patterns = config.train.freeze  # of a model that no family expresses, names of Megatron-Core
+    trained = {name for name in parameter_names(shape) if not any(_matches(name, pattern) for pattern in patterns)}
+    return replace(shape, trained=frozenset(trained))
+
+
+def _adapted_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
+    layers, hf_format = layers_with_adapters(config, shape.vocab_size), export_format(config, shape.vocab_size)
+    trained, all_of_adapter = (
+        adapter_family(hf_format.family, layers, config.adapter, converted).parameters(hf_format.arch)
+        for converted in (False, True)
+    )
+    factors = {
+        name: math.prod(mapping.local_shape(1))
+        for name, mapping in all_of_adapter.items()
+        if f"{ADAPTER}." in name and ".lora_magnitude_" not in name
+    }
+    return replace(shape, trained=frozenset(trained), factors=factors)
 
 
 def _matches(name: str, pattern: str) -> bool:

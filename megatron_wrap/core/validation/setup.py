@@ -125,6 +125,7 @@ def check_platform(candidate: Candidate) -> Iterator[Note]:
     """
     from megatron_wrap.model.provider import MegatronModelProviderEntry
     from megatron_wrap.model.transformer_config import transformer_config, use_transformer_engine
+    from megatron_wrap.plan.model_parts import model_shape
     from megatron_wrap.plan.pipeline_split import with_split
     from megatron_wrap.platform import choose_platform
     from megatron_wrap.platform.base.machine import visible_gpus
@@ -141,7 +142,8 @@ def check_platform(candidate: Candidate) -> Iterator[Note]:
     try:
         provider = config.model_provider.provider_key
         MegatronModelProviderEntry.get_provider(provider)
-        transformer_config(with_split(config, candidate.vocab_size, platform.machine.device), platform)
+        shape = model_shape(config, candidate.vocab_size)
+        transformer_config(with_split(config, shape, platform.machine.device), platform)
         platform.refuse_unsafe(derived.optimizer_settings(config.optimizer), platform.has_transformer_engine)
         layers = "Transformer Engine" if use_transformer_engine(config, platform) else "torch"
     finally:

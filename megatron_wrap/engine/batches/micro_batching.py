@@ -27,7 +27,8 @@ from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel.state import Axis, ParallelState
 from megatron_wrap.parallel.zigzag import sequence_divisor
-from megatron_wrap.plan.flops import ModelShape, training_flops
+from megatron_wrap.plan.flops import training_flops
+from megatron_wrap.plan.model_parts import ModelShape
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def micro_batching_of(
         shape: determines which samples are equal work.
         num_microbatches_multiple: see `MicroBatching`.
     """
-    train, packing = config.train, config.flow.packing
+    train, packing, flops = config.train, config.flow.packing, training_flops(shape)
     row = train.micro_batch_size * train.seq_length if packing else None
     sequence_parallel = derived.sequence_parallel(config.parallel) and not packing
     return MicroBatching(
@@ -143,8 +144,8 @@ def micro_batching_of(
             parallel.tp.size, parallel.cp.size, sequence_parallel, 1 if packing else token_multiple(config)
         ),
         num_microbatches_multiple=num_microbatches_multiple,
-        token_cost=training_flops(shape, 1.0, 0.0),
-        square_cost=training_flops(shape, 0.0, 1.0),
+        token_cost=flops.per_token,
+        square_cost=flops.per_square,
     )
 
 

@@ -26,6 +26,8 @@ from megatron_wrap.ops.deferred_logits import whole_logits
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+    from megatron_wrap.plan.flops import Flops
+
 
 @dataclass
 class ReferenceModel:
@@ -38,6 +40,8 @@ class ReferenceModel:
     """The run's, with the architecture of this model."""
     vocab_size: int
     """Of this model, without padding."""
+    flops: Flops
+    """Of a forward pass."""
     device: torch.device
     has_policy_columns: bool = True
     """Whether its logits have the columns of the policy's."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.bridge.loading.hf_path import folder_arch, starting_weights, tokens_new_to_folder
 from megatron_wrap.bridge.loading.load_weights import fill_new_rows, load_weights
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
@@ -50,7 +51,6 @@ from megatron_wrap.model.transformer_config import experts_impl, same_named, tra
 from megatron_wrap.model.vocabulary_padding import padded_vocab_size
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.parallel.state import ParallelState
-from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.platform.base.machine import megatron_core_version
 from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.platform.megatron_core.added_gradients import sum_over_ranks
@@ -105,7 +105,7 @@ def build_training_state(
         platform.refuse_unsafe(derived.optimizer_settings(config.optimizer), platform.has_transformer_engine)
     chunks = wrap_chunks(config, parallel, model_config, bare) if training else bare
     optimizer = build_optimizer(config, model_config, chunks, parallel) if training else None
-    shape = model_shape(config, vocab_size)
+    shape = trained_shape(config, vocab_size)
     stragglers = _stragglers(config, parallel, platform.device) if training else None
     return TrainingState(
         config=config,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_wrap.bridge.export.adapted import with_other_adapter
+from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.bridge.loading.hf_path import starting_weights
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema.run import RunConfig
@@ -15,6 +17,8 @@ from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.model.transformer_config import transformer_config
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.plan.flops import forward_flops
+from megatron_wrap.plan.model_parts import model_shape
 from megatron_wrap.plan.pipeline_split import with_split
 from megatron_wrap.platform.base.platform import Platform
 
@@ -31,7 +35,8 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
     settings = config.models.reference_or_teacher
     assert settings is not None, "only called with a reference or teacher model"
     vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
-    config = with_split(config, vocab_size, on_rank_0(lambda: platform.device_name))
+    shape = model_shape(config, vocab_size)
+    config = with_split(config, shape, on_rank_0(lambda: platform.device_name))
     model_config = transformer_config(config, platform, training=False)
     weight_folder = starting_weights(config) if settings.source == "hf_path" else None
     deferred = defers_logits(config, platform, parallel, vocab_size, trained=False)
@@ -54,6 +59,7 @@ def build_reference(config: RunConfig, platform: Platform, parallel: ParallelSta
         transformer_config=model_config,
         config=config,
         vocab_size=vocab_size,
+        flops=forward_flops(shape),
         device=platform.device,
         has_policy_columns=common is None or config.models.role == "teacher",
         averages_in_fp32=half and settings.ema_decay is not None,
@@ -69,12 +75,18 @@ def base_of_policy(state: TrainingState) -> ReferenceModel:
 
     settings = state.config.models.reference_or_teacher
     chunks = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in state.chunks]
+    adapter, vocab_size = None if settings is None else settings.adapter, state.shape.vocab_size
+    if adapter is None:
+        shape = model_shape(state.config, vocab_size)
+    else:
+        shape = trained_shape(with_other_adapter(state.config, adapter), vocab_size)
     return BaseOfPolicy(
         chunks=chunks,
         transformer_config=state.transformer_config,
         config=state.config,
-        vocab_size=state.shape.vocab_size,
+        vocab_size=vocab_size,
+        flops=forward_flops(shape),
         device=state.platform.device,
         policy=state.chunks,
-        adapter=None if settings is None else settings.adapter,
+        adapter=adapter,
     )

@@ -27,6 +27,7 @@ def build_step_profiler(state: TrainingState, output_dir: Path) -> StepProfiler 
         iteration,
         Path(config.profile.output_dir) if config.profile.output_dir else output_dir / "profile",
         shape=state.shape,
+        flops=state.step_flops,
         transformer_engine_layers=use_transformer_engine(config, state.platform),
         avoidable_logits_bytes=avoidable_logits_bytes(state),
         can_pack=not packing_refusal(type(state.flow)),

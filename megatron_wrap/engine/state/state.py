@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.config.schema.derived import global_batch_size_at
 from megatron_wrap.data.order.batching import Cursor
+from megatron_wrap.engine.batches.micro_batching import MicroBatching, has_step_samples
 from megatron_wrap.engine.batches.prepared_batch import PreparedBatch
+from megatron_wrap.plan.flops import Flops, forward_flops, training_flops
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from megatron_wrap.config.schema.run import RunConfig
     from megatron_wrap.engine.batches.context_parallel_shard import Localization
-    from megatron_wrap.engine.batches.micro_batching import MicroBatching
     from megatron_wrap.engine.batches.sample_sharing import SampleSharing
     from megatron_wrap.engine.passes.loss import CalculateLoss
     from megatron_wrap.engine.passes.metric_reduction import MetricReduction
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.state.open_step import OpenStep
     from megatron_wrap.flow import MegatronWrapTrainingFlowBase
     from megatron_wrap.parallel.state import ParallelState
-    from megatron_wrap.plan.flops import ModelShape
+    from megatron_wrap.plan.model_parts import ModelShape
     from megatron_wrap.platform.base.platform import Platform
 
 
@@ -160,6 +161,13 @@ class TrainingState:
     """The last steps in a row that were bad; not saved."""
     extra_padding: int = 0
     """Tokens of padding beyond the layout's divisor; `check_parity` sets it to check that padding changes no result."""
+    policy_flops: Flops = field(init=False)
+    """Of a step's passes of the trained model."""
+
+    def __post_init__(self) -> None:
+        self.policy_flops = training_flops(self.shape)
+        if self.flow.step_values_from == "outputs":
+            self.policy_flops += forward_flops(self.shape)
 
     def with_cursor(self, samples: Sequence[Any]) -> Sequence[Any]:
         """Samples of a step with their cursor in the training data: a list that is trained on while a batch of
@@ -167,6 +175,15 @@ class TrainingState:
         if isinstance(samples, PreparedBatch) or self.offered is None:
             return samples
         return self.offered.with_samples(samples)
+
+    @property
+    def step_flops(self) -> Flops:
+        """Of all passes of a step over its tokens; samples of `get_step_samples` count as many tokens."""
+        if self.reference is None:
+            return self.policy_flops
+        flops = self.policy_flops + self.reference.flops
+        two_batches = self.flow.step_values_from is not None and has_step_samples(self.flow)
+        return flops + self.reference.flops if two_batches else flops
 
     def zero_gradients(self) -> None:
         """Zero the gradient buffers. Optimizers that are not distributed also take the buffers as the parameters'

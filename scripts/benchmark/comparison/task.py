@@ -13,11 +13,12 @@ import torch
 from length_mix import length_mix
 
 from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.plan.flops import model_shape, tflops_per_device, training_flops
+from megatron_wrap.plan.flops import tflops_per_device, training_flops
 
 FORCED_BALANCE = "moe_router_force_load_balancing"
 
@@ -144,12 +145,9 @@ class Task:
         return [self.seq_length] * self.global_batch_size
 
     def tflops(self, step_seconds: float) -> float:
-        """Model TFLOP/s of each device, by one formula for all programs. Frozen weights need no gradient, which is a
-        third of their products; the adapters' own products are not counted."""
+        """Model TFLOP/s of each device, by one formula for all programs."""
         squares = sum(length**2 for length in self.sample_lengths)
         flops = self.token_flops * self.tokens_per_step + self.square_flops * squares
-        if self.lora_rank:
-            flops -= self.token_flops * self.tokens_per_step / 3
         return tflops_per_device(flops, step_seconds, self.world_size)
 
     def token_rows(self) -> numpy.ndarray:
@@ -253,11 +251,11 @@ def _of_the_family(config: RunConfig, vocab_size: int) -> dict[str, Any]:
     """config.json, for which forced balance is no property of the model, and FLOPs."""
     upstream = {key: value for key, value in config.arch.upstream.items() if key != FORCED_BALANCE}
     balanced_by_itself = replace(config, arch=replace(config.arch, upstream=upstream))
-    shape = model_shape(config, vocab_size)
+    flops = training_flops(trained_shape(balanced_by_itself, vocab_size))
     return {
         "hf_config": {**export_format(balanced_by_itself).config_json("bfloat16"), "vocab_size": vocab_size},
-        "token_flops": training_flops(shape, 1.0, 0.0),
-        "square_flops": training_flops(shape, 0.0, 1.0),
+        "token_flops": flops.per_token,
+        "square_flops": flops.per_square,
     }
 
 

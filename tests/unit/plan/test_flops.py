@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.plan.flops import ModelShape, forward_flops, tflops_per_device, training_flops
+from megatron_wrap.plan.flops import forward_flops, tflops_per_device, training_flops
+from megatron_wrap.plan.model_parts import ModelShape
 
 pytestmark = pytest.mark.transformers
 
@@ -206,15 +207,15 @@ def test_flops_equal_torchs_count_for_transformers_models(make, arch, batch_size
     tokens, squares = batch_size * length, batch_size * length**2
     model = make()
     # Eager attention also computes the scores above the causal diagonal.
-    assert count(model, batch_size, length, backward=False) == forward_flops(of(arch), tokens, squares, causal=False)
-    assert count(model, batch_size, length, backward=True) == training_flops(of(arch), tokens, squares, causal=False)
+    assert count(model, batch_size, length, backward=False) == forward_flops(of(arch), causal=False).of(tokens, squares)
+    assert count(model, batch_size, length, backward=True) == training_flops(of(arch), causal=False).of(tokens, squares)
 
 
 def test_causal_attention_is_half_the_square():
     tokens, squares = 24, 8**2 + 16**2
-    attention = training_flops(of(LLAMA), 0, squares, causal=False)
-    whole = training_flops(of(LLAMA), tokens, squares, causal=False)
-    assert training_flops(of(LLAMA), tokens, squares) == whole - attention / 2
+    attention = training_flops(of(LLAMA), causal=False).of(0, squares)
+    whole = training_flops(of(LLAMA), causal=False).of(tokens, squares)
+    assert training_flops(of(LLAMA)).of(tokens, squares) == whole - attention / 2
     # 3 passes x 3 layers x 2 products x 2 operations x 64 channels x sum(S^2)
     assert attention == 3 * 3 * 2 * 2 * 64 * squares
 
@@ -230,7 +231,7 @@ def test_flops_equal_megatron_lms_formula():
         expansion = arch.ffn_hidden_size / hidden
         mlp = 4 * expansion * (1.5 if arch.swiglu else 1.0) * tokens * hidden**2
         expected = 3 * (arch.num_layers * (attention + mlp) + 2 * tokens * hidden * VOCABULARY)
-        assert training_flops(of(arch), tokens, squares) == pytest.approx(expected, rel=1e-12)
+        assert training_flops(of(arch)).of(tokens, squares) == pytest.approx(expected, rel=1e-12)
 
 
 def test_flops_of_linear_attention_equal_megatron_lms_formula():
@@ -250,16 +251,16 @@ def test_flops_of_linear_attention_equal_megatron_lms_formula():
 
     def of_layers(number):
         """FLOPs of attention and MLPs in layers without linear attention."""
-        return training_flops(of(dataclasses.replace(GATED, num_layers=number), output_size=0), tokens, squares)
+        return training_flops(of(dataclasses.replace(GATED, num_layers=number), output_size=0)).of(tokens, squares)
 
     mlp = 3 * 2 * tokens * hidden * 3 * GATED.ffn_hidden_size
     output = 3 * 2 * tokens * hidden * VOCABULARY
     expected = of_layers(1) + 2 * (3 * 2 * tokens * term + mlp) + output
-    assert training_flops(of(linear), tokens, squares) == expected
+    assert training_flops(of(linear)).of(tokens, squares) == expected
 
 
 def test_packed_documents_cost_less_than_one_long_sequence():
-    assert training_flops(of(LLAMA), 32, 2 * 16**2) < training_flops(of(LLAMA), 32, 32**2)
+    assert training_flops(of(LLAMA)).of(32, 2 * 16**2) < training_flops(of(LLAMA)).of(32, 32**2)
 
 
 def test_tflops_per_device():

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.config.reading.pipeline_layout import PipelineLayout, even_layout, parse_layout
 from megatron_wrap.core.config import load_run_config
-from megatron_wrap.plan.flops import model_shape
 from megatron_wrap.plan.layer_costs import ModelCosts, model_costs
+from megatron_wrap.plan.model_parts import model_shape
 from megatron_wrap.plan.pipeline_split import faster_split, split_by_cost, split_choice, stage_costs, waste, with_split
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -77,7 +78,7 @@ def test_the_split_of_the_measured_model_is_the_fastest_one():
     assert split_by_cost(costs, 2).layers == (10, 6)
     even, chosen = PipelineLayout((8, 8), 2), PipelineLayout((10, 6), 2)
     assert slowest(costs, even) / slowest(costs, chosen) == pytest.approx(57_332 / 51_363, rel=0.01)
-    choice = split_choice(config, 128256, H200)
+    choice = split_choice(config, model_shape(config, 128256), H200)
     assert choice is not None
     assert choice.value == "Et*10|t*6L"
     assert f"10+6; stages wait {waste(costs, chosen):.1%}" in choice.reason
@@ -86,14 +87,15 @@ def test_the_split_of_the_measured_model_is_the_fastest_one():
 
 def test_a_slower_split_is_noticed():
     two_stages = f"{PARALLEL}.pipeline_model_parallel_size=2"
+    shape = model_shape(load_run_config(LLAMA), 128256)
     for override in (f"{PARALLEL}.pipeline_split=even", f"{PARALLEL}.decoder_last_pipeline_num_layers=8"):
-        better = faster_split(load_run_config(LLAMA, (two_stages, override)), 128256, H200)
+        better = faster_split(load_run_config(LLAMA, (two_stages, override)), shape, H200)
         assert better is not None
         assert better[0].layers == (10, 6)
         assert better[1] == pytest.approx(1 - 51_363 / 57_332, abs=0.01)
-    chosen = with_split(load_run_config(LLAMA, (two_stages,)), 128256, H200)
+    chosen = with_split(load_run_config(LLAMA, (two_stages,)), shape, H200)
     assert chosen.parallel.pipeline_model_parallel_layout == "Et*10|t*6L"
-    assert faster_split(chosen, 128256, H200) is None
+    assert faster_split(chosen, shape, H200) is None
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_a_slower_split_is_noticed():
 )
 def test_numbers_of_layers_leave_nothing_to_choose(override: str):
     config = load_run_config(LLAMA, (f"{PARALLEL}.pipeline_model_parallel_size=2", override))
-    assert split_choice(config, 128256, H200) is None
+    assert split_choice(config, model_shape(config, 128256), H200) is None
 
 
 def test_what_changes_the_costs():
@@ -125,3 +127,14 @@ def test_what_changes_the_costs():
     assert full.output == plain.output
     unknown = model_costs(config, shape, "")
     assert unknown.output / unknown.layers[0] == pytest.approx(plain.output / plain.layers[0], rel=0.15)
+
+
+def test_frozen_weights_cost_two_thirds_of_their_matmuls():
+    freeze = "megatron_lm.train.common.freeze=['*.layers.0.*', '*.layers.1.*', lm_head]"
+    config = load_run_config(LLAMA, (freeze,))
+    trained, frozen = (model_costs(config, shape(config, 128256), "") for shape in (model_shape, trained_shape))
+    without_attention = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_length=0))
+    matmuls = model_costs(without_attention, model_shape(config, 128256), "").layers[0]
+    assert trained.layers[0] - frozen.layers[0] == pytest.approx(matmuls / 3)
+    assert frozen.layers[1:3] == (frozen.layers[0], trained.layers[2])
+    assert frozen.output == pytest.approx(trained.output * 2 / 3, rel=0.01)

@@ -25,7 +25,8 @@ from megatron_wrap.engine.batches.packed_rows import padded_length
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow
 from megatron_wrap.parallel.state import Axis, ParallelState
-from megatron_wrap.plan.flops import model_shape, training_flops
+from megatron_wrap.plan.flops import training_flops
+from megatron_wrap.plan.model_parts import model_shape
 
 SHAPE_OF_1B = Path(__file__).parents[4] / "scripts/benchmark/llama-1b.yaml"
 MOCK = Path(__file__).parents[4] / "configs/tiny-llama-mock.yaml"
@@ -186,7 +187,8 @@ def test_the_flops_of_replicas_differ_by_less_than_3_percent(packing, replicas, 
     """The mean of 16 steps of 256 samples; FLOPs that the micro-batches really take, padding of rows included."""
     config = load_run_config(SHAPE_OF_1B)
     shape = model_shape(config, config.arch.vocab_size or 0)
-    linear, square = training_flops(shape, 1.0, 0.0), training_flops(shape, 0.0, 1.0)
+    flops = training_flops(shape)
+    linear, square = flops.per_token, flops.per_square
     how = MicroBatching(capacity, False, packing, 1, multiple, token_cost=linear, square_cost=square)
     lengths, imbalances = log_normal_mix(16 * 256), []
     for start in range(0, len(lengths), 256):
@@ -199,7 +201,7 @@ def test_the_flops_of_replicas_differ_by_less_than_3_percent(packing, replicas, 
                 if packing
                 else [[max(lengths_of_bin)] * len(lengths_of_bin) for lengths_of_bin in bins if lengths_of_bin]
             )
-            totals.append(sum(training_flops(shape, row, row**2) for row in itertools.chain(*rows)))
+            totals.append(sum(flops.of(row, row**2) for row in itertools.chain(*rows)))
         imbalances.append(max(totals) / (sum(totals) / replicas) - 1)
     assert sum(imbalances) / len(imbalances) <= 0.03
 
