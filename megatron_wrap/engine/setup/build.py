@@ -88,22 +88,15 @@ def build_training_state(
     # a checkpoint of an adapter does not contain the base
     weight_folder = starting_weights(config) if from_hugging_face or derived.saves_adapter_alone(config) else None
     start_user_buffers(config, platform, model_config)
-    deferred = defers_logits(config, platform, parallel, vocab_size)
-    predicted = predicted_ids(config, flow.context.common_vocab_size)
     bare = build_chunks(
-        *(config, platform, parallel, model_config, vocab_size, tokenizer),
-        weight_folder=weight_folder,
-        defer_logits=deferred,
-        predicted_ids=predicted,
+        *(config, platform, parallel, model_config, vocab_size, tokenizer, True, weight_folder),
+        defer_logits=defers_logits(config, platform, parallel, vocab_size),
+        predicted_ids=predicted_ids(config, flow.context.common_vocab_size),
     )
     _warn_of_unread(weight_folder if from_hugging_face else None, config)
     if config.adapter.adapter_type != "none":
         adapt_chunks(config, parallel, bare, vocab_size, from_hugging_face)
-    if training:
-        check_model_inputs(config, bare)
-        freeze_parameters(config, bare, parallel, vocab_size)
-        platform.refuse_unsafe(derived.optimizer_settings(config.optimizer), platform.has_transformer_engine)
-    chunks = wrap_chunks(config, parallel, model_config, bare) if training else bare
+    chunks = _trainable(config, platform, parallel, model_config, bare, vocab_size) if training else bare
     optimizer = build_optimizer(config, model_config, chunks, parallel) if training else None
     shape = trained_shape(config, vocab_size)
     stragglers = _stragglers(config, parallel, platform.device) if training else None
@@ -352,6 +345,21 @@ def _mark_experts(chunk: torch.nn.Module) -> None:
     for name, parameter in chunk.named_parameters():
         if is_expert(name):
             parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _trainable(
+    config: RunConfig,
+    platform: Platform,
+    parallel: ParallelState,
+    model_config: TransformerConfig,
+    bare: list[torch.nn.Module],
+    vocab_size: int,
+) -> list[torch.nn.Module]:
+    """Freeze parameters of the chunks, and wrap them for training."""
+    check_model_inputs(config, bare)
+    freeze_parameters(config, bare, parallel, vocab_size)
+    platform.refuse_unsafe(derived.optimizer_settings(config.optimizer), platform.has_transformer_engine)
+    return wrap_chunks(config, parallel, model_config, bare)
 
 
 def wrap_chunks(
