@@ -131,8 +131,7 @@ def without_fp8(entries: dict[str, Any]) -> dict[str, Any]:
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
     """The optimizers in a chained one, without those that have no parameters on this rank."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if getattr(part, "optimizer", None) is not None]
+    return [part for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 
 def optimizer_kind(config: RunConfig) -> tuple[str, str]:

@@ -435,5 +435,5 @@ def _warn_of_newer(store: CheckpointStore) -> None:
 
 def _length_key(config: RunConfig) -> str:
     """The key that sets the length of a run."""
-    set_keys = [name for name in ("train_epochs", "train_samples") if getattr(config.train, name, None) is not None]
+    set_keys = [name for name in ("train_epochs", "train_samples") if getattr(config.train, name) is not None]
     return f"megatron_lm.train.common.{[*set_keys, 'train_iters'][0]}"

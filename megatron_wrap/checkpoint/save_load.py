@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_wrap.bridge.export.adapted import other_adapters
 from megatron_wrap.bridge.export.training_record import training_record
@@ -353,8 +354,8 @@ class SavedContent:
         }
 
     def _has_extra_state(self, entry: Any) -> bool:
-        key = getattr(entry, "unique_key", None)
-        return key is None or "_extra_state" not in key or key in self.objects
+        is_extra = isinstance(entry, ShardedObject) and "_extra_state" in entry.unique_key
+        return not is_extra or entry.unique_key in self.objects
 
 
 def examine(folder: str | os.PathLike[str], config: RunConfig, vocab_size: int) -> SavedContent:

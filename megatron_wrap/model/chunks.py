@@ -24,9 +24,11 @@ def bare_model(chunk: torch.nn.Module) -> Any:
 def remove_gather_hooks(chunks: Sequence[torch.nn.Module]) -> None:
     """Remove the hooks with which Megatron-Core's wrapper gathers parameters in the forward pass
     (`overlap_param_gather`): with them model, gradients and optimizer are not freed until the process ends."""
+    from megatron.core.distributed import DistributedDataParallel
+
     for chunk in chunks:
-        if getattr(chunk, "remove_forward_pre_hook_handles", None):
-            chunk.disable_forward_pre_hook(param_sync=False)  # type: ignore[operator]
+        if isinstance(chunk, DistributedDataParallel) and chunk.remove_forward_pre_hook_handles:
+            chunk.disable_forward_pre_hook(param_sync=False)
 
 
 def router_biases(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:

@@ -71,6 +71,7 @@ class BatchFirstGPTModel(GPTModel):
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
+        self.mtp_block: PredictionBlock | None = None
         self._copies_embedding = False
         self._tied_embedding: tuple[TiedEmbedding, ...] = ()
         if prediction is not None:
@@ -81,8 +82,9 @@ class BatchFirstGPTModel(GPTModel):
             replaced: ColumnParallelLinear = self.output_layer  # type: ignore[has-type]
             self.output_layer = OutputLayer(replaced, self, final_logit_softcapping)
         if embedding_multiplier is not None:
-            embeddings = [getattr(self, "embedding", None), *self._tied_embedding]
-            for embedding in filter(None, embeddings):
+            has_embedding = self.pre_process or self._copies_embedding
+            own = (self.embedding,) if has_embedding else ()  # type: ignore[has-type]
+            for embedding in (*own, *self._tied_embedding):
                 embedding.word_embeddings.register_forward_hook(_multiplied(embedding_multiplier))
         if final_logit_softcapping is not None and self.post_process:
             self.output_layer.register_forward_hook(_capped(final_logit_softcapping))
@@ -156,7 +158,7 @@ class BatchFirstGPTModel(GPTModel):
         noise: Any = nullcontext()
         if embedding_noise is not None and self.training and self.pre_process:
             noise = noise_added(self.embedding.word_embeddings, embedding_noise)
-        if mtp_input_ids is not None and hasattr(self, "mtp_block"):
+        if mtp_input_ids is not None and self.mtp_block is not None:
             return self._with_predictions(mtp_input_ids, noise, **named)
         with noise:
             return super().forward(*arguments, **named)
@@ -192,6 +194,7 @@ class BatchFirstGPTModel(GPTModel):
             return self._postprocess(hidden_states=states, input_ids=input_ids, position_ids=position_ids, **unused)
 
         hidden_states = self.decoder(hidden_states=prepared[0], **inputs)
+        assert self.mtp_block is not None
         of_next = logits(hidden_states)  # first: it waits for the gathered weight, which a tied embedding shares
         embedding = self._tied_embedding[0].train(self.training) if self._tied_embedding else self.embedding
         predicted = self.mtp_block(mtp_input_ids, position_ids, hidden_states, embedding, **inputs)
@@ -203,7 +206,7 @@ class BatchFirstGPTModel(GPTModel):
         """As in the base class; a copy of the embedding is one more replica of it."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        if hasattr(self, "embedding") and not self.pre_process:
+        if self._copies_embedding and not self.pre_process:
             tie_word_embeddings_state_dict(
                 state,
                 self.embedding.word_embeddings.weight,
@@ -229,7 +232,7 @@ class BatchFirstGPTModel(GPTModel):
             with self.output_layer.deferring():
                 return self.output_layer(hidden_states, weight=weight)[0]
         form: Any = nullcontext()
-        if labels is None and isinstance(getattr(self, "output_layer", None), OutputLayer):
+        if labels is None and self.post_process and isinstance(self.output_layer, OutputLayer):
             form = self.output_layer.batch_first()
         with form:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **inputs)

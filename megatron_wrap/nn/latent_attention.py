@@ -32,10 +32,12 @@ class LatentAttention(MLASelfAttention):
         if latent_norm_epsilon is None:
             return
         # Transformer Engine's layers contain the norm of their input
-        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
-            norm = getattr(self, name, None)
-            if norm is not None and hasattr(norm, "eps"):
-                norm.eps = latent_norm_epsilon
+        names = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
+        norms = [module for name, module in self.named_children() if name in names and hasattr(module, "eps")]
+        expected = 1 + (config.q_lora_rank is not None)
+        assert len(norms) == expected, f"{len(norms)} norms of latent vectors have an epsilon, not {expected}"
+        for norm in norms:
+            norm.eps = latent_norm_epsilon  # type: ignore[assignment]
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")

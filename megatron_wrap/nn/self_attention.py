@@ -34,7 +34,7 @@ class FusedSelfAttention(SelfAttention):
         """As in the base class, which receives no angles if the projection's result is already rotated."""
         angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         shared = self.num_query_groups_per_partition * self.world_size != self.config.num_query_groups
-        some_without = getattr(self.config, "no_rope_freq", None)  # layers without rotary embeddings
+        some_without = self.config.no_rope_freq  # layers without rotary embeddings
         if angles is None or shared or some_without or inference_context is not None:
             return super().forward(
                 *arguments, rotary_pos_emb=rotary_pos_emb, inference_context=inference_context, **named

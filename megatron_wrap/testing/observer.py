@@ -12,6 +12,7 @@ import torch
 
 from megatron_wrap.engine.passes.loss import CalculateLoss
 from megatron_wrap.errors import FlowError, MegatronWrapError
+from megatron_wrap.flow.contract.base import LossOutput
 from megatron_wrap.metrics.metric import Difference, Maximum, Minimum, Total
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
@@ -71,7 +72,8 @@ class Observer:
                 raise
             self.draws_random |= not torch.equal(before, _random_state(model_forward_output.device))
             self.two_values |= isinstance(returned, tuple)
-            metrics = returned[1] if isinstance(returned, tuple) else getattr(returned, "metrics", {})
+            others = returned.metrics if isinstance(returned, LossOutput) else {}
+            metrics = returned[1] if isinstance(returned, tuple) else others
             self.calls.append({name: _read(metric) for name, metric in metrics.items()})
             return returned
 

@@ -341,6 +341,21 @@ def _of_dictionary(node: ast.expr) -> ast.expr | None:
 # ---- functions
 
 
+def names_with_defaults(code: Code) -> dict[str, set[str]]:
+    """Each name that `getattr` with a default or `hasattr` reads outside of `platform/` -> the files; "" for names that
+    are no literals. Names of Python's data model, such as `__name__`, are left out."""
+    names: dict[str, set[str]] = {}
+    for file, tree in code.trees.items():
+        for node in nodes_of(tree) if unit_of(file) != "platform/" else ():
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+                continue
+            if (node.func.id, len(node.args)) in (("getattr", 3), ("hasattr", 2)):
+                name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+                if not str(name).startswith("__"):
+                    names.setdefault(str(name), set()).add(file)
+    return names
+
+
 def long_functions(folders: list[Path], limit: int) -> list[str]:
     """Functions of more than `limit` lines, docstring included."""
     return [

@@ -260,8 +260,8 @@ def generation_config(original: Path | None, values: dict[str, Any], tokenizer: 
     special: dict[str, Any] = {"_from_model_config": True}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(key)
-        if value is None:  # config.json of a model that is trained from scratch leaves them null
-            value = getattr(tokenizer, key, None)
+        if value is None and tokenizer is not None:  # config.json of a model that is trained from scratch has null
+            value = getattr(tokenizer, key)
         if value is not None:
             special[key] = value
     return special

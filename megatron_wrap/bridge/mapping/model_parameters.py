@@ -61,7 +61,7 @@ def mapped_parameters(
 def _router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, layer in named_layers(chunk).values():
         router: Any = getattr(layer.mlp, "router", None)
-        if getattr(router, "expert_bias", None) is not None:
+        if router is not None and router.expert_bias is not None:
             router._maintain_float32_expert_bias()  # Megatron-Core calls it in its forward pass and its checkpoints
             yield f"{name}.mlp.router.expert_bias", router.expert_bias
 

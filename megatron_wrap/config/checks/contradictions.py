@@ -10,6 +10,7 @@ from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.keys import Range
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.errors import Mistakes
 
 
@@ -253,5 +254,6 @@ def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         value = tuple(value)
     if isinstance(value, tuple):
-        return f"[{', '.join(getattr(item, 'name', str(item)) for item in value)}]" if value else "null"
+        names = [item.name if isinstance(item, SourceConfig) else str(item) for item in value]
+        return f"[{', '.join(names)}]" if names else "null"
     return inline_yaml(value)

@@ -95,7 +95,7 @@ def _source_key(source: SourceConfig) -> dict[str, Any] | None:
         from megatron_wrap.data.sources.tables import load_hub
 
         dataset = load_hub(source.path, source.subset, source.split, streaming=False)
-        return {**keys, "fingerprint": getattr(dataset, "_fingerprint", None)}
+        return {**keys, "fingerprint": dataset._fingerprint}
     return {**keys, "files": [_file_key(path) for path in _files(source)]}
 
 

@@ -182,11 +182,14 @@ def _linear_layers(
 
 def _stacks_of_experts(chunk: Any) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
     """(owner, name in the owner, layer, global name) of the linear layers of all experts of each transformer layer."""
-    for layer in getattr(chunk.decoder, "layers", ()):
+    from megatron_wrap.nn.experts.grouped import GroupedExperts
+
+    for layer in chunk.decoder.layers:
         experts: Any = getattr(layer.mlp, "experts", None)
         for child_name in ("linear_fc1", "linear_fc2") if experts is not None else ():
             name = f"decoder.layers.{layer.layer_number - 1}.mlp.experts.{child_name}"
-            yield experts, child_name, getattr(experts, child_name, experts), name
+            linear = getattr(experts, child_name) if isinstance(experts, GroupedExperts) else experts
+            yield experts, child_name, linear, name
 
 
 def _expert_adapter(base: Any, layer: AdaptedLayer, parallel: ParallelState) -> torch.nn.Module:

@@ -400,7 +400,7 @@ def wrap_chunks(
     model_config.finalize_model_grads_func = with_tied_gradients(finalize_model_grads, wrapped)
     if ddp.overlap_grad_reduce:
         model_config.no_sync_func = wrapped[0].no_sync if single else [chunk.no_sync for chunk in wrapped]
-        if not single and getattr(ddp_config, "align_param_gather", False):
+        if not single and ddp_config.align_param_gather:
             model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
     size = parallel.dp.size * parallel.cp.size
     if size > 1 and not ddp_config.average_in_collective:

@@ -41,9 +41,11 @@ def freeze_parameters(
     Raises:
         ConfigError: on every rank, if a pattern matches no parameter or only a part of one, or nothing remains.
     """
+    from megatron_wrap.model.gpt_model import BatchFirstGPTModel
+
     if not trained_prediction_layers(config.arch):
         for model in map(bare_model, chunks):
-            if hasattr(model, "mtp_block"):
+            if isinstance(model, BatchFirstGPTModel) and model.mtp_block is not None:
                 model.mtp_block.requires_grad_(False)
     patterns = config.train.freeze
     if not patterns:

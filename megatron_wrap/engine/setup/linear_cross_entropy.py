@@ -48,8 +48,10 @@ def defers_logits(
 def avoidable_logits_bytes(state: TrainingState) -> int:
     """Memory of the logits of a full micro-batch and of their gradient on this process, which linear_cross_entropy
     would save; 0: they are not stored here, or the model needs them."""
-    config, parallel = state.config, state.parallel
-    is_stored = not getattr(bare_model(state.chunks[-1]), "defers_logits", False)
+    from megatron_wrap.model.gpt_model import BatchFirstGPTModel
+
+    config, parallel, last = state.config, state.parallel, bare_model(state.chunks[-1])
+    is_stored = not (isinstance(last, BatchFirstGPTModel) and last.defers_logits)
     if not (parallel.is_last_stage and is_stored) or obstacle(config) is not None:
         return 0
     return 2 * logits_bytes(config, parallel, state.shape.vocab_size)

@@ -33,11 +33,12 @@ def with_tied_gradients(finalize: Callable[..., Any], chunks: Sequence[torch.nn.
 
 def _copied(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
     """Trained rows of tied embeddings, and embeddings that layers for multi-token prediction use."""
+    from megatron_wrap.model.gpt_model import BatchFirstGPTModel
     from megatron_wrap.nn.adapters.token_rows import ROWS, token_rows_of
 
     models = [*map(bare_model, chunks)]
     yield from (rows.get_parameter(ROWS) for rows in token_rows_of(models) if rows.tied_over_stages)
     for model in models:
-        weight = getattr(model, "copied_embedding", None)
+        weight = model.copied_embedding if isinstance(model, BatchFirstGPTModel) else None
         if weight is not None and weight.requires_grad:
             yield weight

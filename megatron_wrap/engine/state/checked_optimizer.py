@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor
 
 from megatron_wrap.engine.state.kernel_adam import KernelAdam
@@ -17,7 +18,7 @@ from megatron_wrap.engine.state.open_step import Update
 from megatron_wrap.nn.kernels.available import has_triton
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.platform.megatron_core.adam import model_copies, without_model_copies
-from megatron_wrap.platform.megatron_core.versions import gradients_for_norm
+from megatron_wrap.platform.megatron_core.versions import gradients_for_norm, largest_gradient_norm
 
 _LARGE = 2**22
 """Elements of a gradient from which on a kernel of its own sums its squares."""
@@ -135,7 +136,7 @@ class CheckedOptimizer(ChainedOptimizer):
     @property
     def _largest_norm(self) -> float:
         """Above it the gradients are not applied."""
-        return min(getattr(part.config, "grad_norm_skip_threshold", math.inf) for part in self.chained_optimizers)
+        return min(largest_gradient_norm(part.config) for part in self.chained_optimizers)
 
     def _scaling_step(self) -> tuple[bool, float, int]:
         """`step`, without passes for clipping and for the copies of parameters in half precision."""
@@ -171,7 +172,8 @@ class CheckedOptimizer(ChainedOptimizer):
         return float(scalers[0].scale) if scalers else 1.0
 
     def _grad_scalers(self) -> list[Any]:
-        return [part.grad_scaler for part in self.chained_optimizers if getattr(part, "grad_scaler", None)]
+        parts = (part for part in self.chained_optimizers if isinstance(part, MixedPrecisionOptimizer))
+        return [part.grad_scaler for part in parts if part.grad_scaler is not None]
 
     def prepare_grads(self) -> bool:
         """Whether there is an fp16 overflow; `prepare` has prepared the gradients already."""

@@ -284,7 +284,7 @@ class LinearAdapter(torch.nn.Module):
         product, self._product = self._product, None
         if product is None:
             return output
-        bias = None if getattr(base, "skip_bias_add", True) else base.bias
+        bias = base.bias if self.dora and not base.skip_bias_add else None
         if isinstance(output, tuple):
             return self.add_to(output[0], product, bias), *output[1:]
         return self.add_to(output, product, bias)

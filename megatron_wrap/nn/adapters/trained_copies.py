@@ -47,7 +47,7 @@ class TrainedCopies(torch.nn.Module):
 
 def trained_copies(model: torch.nn.Module) -> dict[str, TrainedCopy]:
     """Name in a bare model chunk -> parameter that is trained whole; empty without an adapter."""
-    copies = getattr(model, CHILD, None)
+    copies = dict(model.named_children()).get(CHILD)
     return copies.by_name if isinstance(copies, TrainedCopies) else {}
 
 

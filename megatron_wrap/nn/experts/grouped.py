@@ -87,7 +87,7 @@ class GroupedExperts(MegatronModule):
             result |= linear.sharded_parameters(
                 f"{prefix}{child}.", f"{prefix}experts.{child}.", sharded_offsets, gated
             )
-            adapter: Any = getattr(self, f"{child}_adapter", None)
+            adapter: Any = dict(self.named_children()).get(f"{child}_adapter")
             if adapter is not None:
                 result |= adapter.sharded_parameters(linear, f"{prefix}{child}_adapter.", gated)
         return result

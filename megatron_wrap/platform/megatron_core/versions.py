@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -288,6 +289,11 @@ def common_state_file(folder: str | Path) -> bool:
 
 
 # --- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def largest_gradient_norm(config: Any) -> float:
+    """The norm above which gradients are not applied. 0.19: `grad_norm_skip_threshold` of an OptimizerConfig."""
+    return float(getattr(config, "grad_norm_skip_threshold", math.inf))
 
 
 def gradients_for_norm(optimizer: Any) -> list[Any]:
