@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_wrap.engine.batches.micro_batch import count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
-from megatron_wrap.engine.garbage import delayed_collection
 from megatron_wrap.engine.passes.deferred_reduction import deferred_reduction
 from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
 from megatron_wrap.engine.state.state import StepReport, TrainingState
@@ -22,6 +21,7 @@ from megatron_wrap.engine.step_statistics import step_statistics, with_statistic
 from megatron_wrap.errors import DataError, TrainingError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, phase
+from megatron_wrap.utils.garbage import delayed_collection
 
 
 def count_weights(state: TrainingState, batches: Sequence[Sequence[Any]] | None) -> StepWeights:

@@ -12,7 +12,6 @@ import torch
 
 from megatron_wrap.engine.bad_steps import record_good_step, refuse_or_skip, skip_or_refuse_untrained, spike
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
-from megatron_wrap.engine.garbage import collect_delayed, delayed_collection
 from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics, StartedReduction
 from megatron_wrap.engine.passes.synchronize_parameters import parameter_square_sum
 from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
@@ -30,6 +29,7 @@ from megatron_wrap.model.chunks import restored_on_error, router_biases
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.plan.flops import tflops_per_device
 from megatron_wrap.platform.megatron_core.first_gradients import zero_stale
+from megatron_wrap.utils.garbage import collect_delayed, delayed_collection
 
 _STOP = "stop_requests"
 

@@ -59,9 +59,14 @@ class CachedModel(contextlib.ExitStack):
         self._cache = KeyValueCache(self._length, self._sources)
         self._context = StaticInferenceContext(len(sources), self._length)
         self._decoding: ConstantShapeDecoding | None = None
+        self.callback(self._end_decoding)
         self.enter_context(with_cache(state.chunks, self._cache.update))
         new_state = functools.partial(RecurrentState, self._padding, self._sources)
         self.enter_context(with_recurrent_states(state.chunks, new_state))
+
+    def _end_decoding(self) -> None:
+        """Release graph and cache now: they refer to this object, so only a collection of garbage would."""
+        self._decoding = None
 
     def next_logits(self, token_ids: Tensor) -> Tensor | None:
         """Process the next tokens of each sequence and extend the KV cache. Collective over the replica.

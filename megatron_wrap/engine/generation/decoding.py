@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.engine.generation.kv_cache import KeyValueCache
+from megatron_wrap.utils.garbage import delayed_collection
 
 
 class ConstantShapeDecoding:
@@ -43,8 +44,9 @@ class ConstantShapeDecoding:
                 self._reset(start)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # other threads, such as those that pin batches, continue
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # other threads, such as those that pin batches, continue; a collection of garbage could end an earlier graph or
+        # a communicator of this thread, which CUDA refuses during a capture
+        with delayed_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logits = self._compute()
 
         def replay() -> Tensor:

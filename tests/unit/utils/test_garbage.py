@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from megatron_wrap.engine.garbage import collect_delayed, delayed_collection
+from megatron_wrap.utils.garbage import collect_delayed, delayed_collection
 
 
 class _Cycle:
