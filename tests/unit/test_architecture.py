@@ -180,7 +180,7 @@ def test_foreign_objects_are_changed_in_the_platform_layer_only():
 
 def test_a_name_is_read_with_a_default_where_its_contract_is_stated():
     """An attribute of a foreign object of the same name may mean something else, and a renamed one is never missed."""
-    stated = yaml.safe_load(Path(__file__).with_name("names_with_defaults.yaml").read_text("utf-8"))
+    stated = yaml.safe_load(Path(__file__).with_name("names_with_defaults.yml").read_text("utf-8"))
     names = names_with_defaults(CODE)
     assert names.pop("") == NAMED_BY_VARIABLE
     assert {name: files for name, files in names.items() if name not in stated} == {}
