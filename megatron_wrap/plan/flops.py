@@ -83,7 +83,7 @@ def _flops(shape: ModelShape, causal: bool, backward: bool) -> Flops:
 @dataclass(frozen=True)
 class _Factor:
     elements: float
-    """That multiply each token; of the experts that it chooses."""
+    """Number of weights that multiply each token; of experts, those that a token chooses."""
     is_trained: bool
     follows_trained: bool
     """Its inputs are the product with a trained factor."""

@@ -204,7 +204,7 @@ def parameter_names(shape: ModelShape) -> set[str]:
 
 
 class TrainedParts:
-    """Which parts of a model are trained."""
+    """The trained parts of a model, by their global names."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._all, self._num_experts = shape.trained is None, shape.arch.num_experts or 1

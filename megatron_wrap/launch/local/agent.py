@@ -123,7 +123,7 @@ def launch_processes(
 
 
 def _set_variables(nodes: Nodes, config: RunConfig | None) -> None:
-    """Those that the processes inherit, and that torch reads before a configuration."""
+    """Set environment variables that the processes inherit and that torch reads before a configuration."""
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.processes_per_node)))
     if config is not None:
@@ -133,7 +133,7 @@ def _set_variables(nodes: Nodes, config: RunConfig | None) -> None:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """In which the processes that are started inside leave files for this one."""
+    """A temporary folder for the files of the processes that are started inside the block."""
     with tempfile.TemporaryDirectory(prefix="megatron-wrap-") as folder:
         os.environ[LAUNCHER_FOLDER] = folder
         try:
