@@ -36,7 +36,7 @@ with MegatronWrap.from_pretrained(folder, config, overrides) as wrap:
 Path(output).write_text(json.dumps([completion["token_ids"] for completion in completions]))
 """
 
-pytestmark = [pytest.mark.matrix, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(240 if ON_GPU else 600)]
 
 
 @pytest.fixture(scope="module")
