@@ -54,7 +54,7 @@ def theirs(tmp_path_factory):
     ("family", "layout"),
     [
         ("deepseek-v3", "cp2-packed"),
-        ("glm4-moe", "pp2-vpp2"),
+        ("qwen3.5", "pp2-vpp2"),
         ("qwen3-next", "tp2-sp"),
         ("qwen3.5", "tp2-pp2"),
         ("qwen3.5-moe", "ep2-packed"),
@@ -67,7 +67,7 @@ def theirs(tmp_path_factory):
         pytest.param("qwen3-next", "ep2-tp2", marks=pytest.mark.matrix),
         pytest.param("qwen3.5", "cp2", marks=pytest.mark.matrix),
         pytest.param("qwen3.5", "one-packed", marks=pytest.mark.matrix),
-        pytest.param("qwen3.5", "pp2-vpp2", marks=pytest.mark.matrix),
+        pytest.param("glm4-moe", "pp2-vpp2", marks=pytest.mark.matrix),
         pytest.param("qwen3.5-moe", "pp2", marks=pytest.mark.matrix),
         pytest.param("glm4-moe-plain", "pp2", marks=pytest.mark.matrix),
         pytest.param("glm4-moe", "one", marks=pytest.mark.matrix),

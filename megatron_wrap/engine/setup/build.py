@@ -60,6 +60,8 @@ from megatron_wrap.utils.dist_logger import logger
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+    from megatron_wrap.data.chat.new_tokens import NewTokens
+
 
 def build_training_state(
     config: RunConfig,
@@ -274,6 +276,9 @@ def build_chunks(
     provider = MegatronModelProviderEntry.get_provider(config.model_provider.provider_key)
     ids = vocab_size if predicted_ids is None else predicted_ids
     padded = padded_vocab_size(vocab_size, config.arch.make_vocab_size_divisible_by, parallel.tp.size)
+    # Here, not between the chunks: the constructors of the first and the last one, which are on other processes, wait
+    # for each other. On one rank, because a node's cache of the hub may lack the folder's tokenizer.
+    new_tokens = on_rank_0(lambda: tokens_new_to_folder(config, tokenizer, ids)) if weight_folder is not None else None
     chunks = []
     for stage in range(parallel.virtual_size or 1):
         virtual_stage = stage if parallel.virtual_size else None
@@ -302,7 +307,7 @@ def build_chunks(
         half = config.dtype.bf16 or config.dtype.fp16
         chunks.append(Float16Module(model_config, chunk) if half else chunk)
         if weight_folder is not None:  # after Float16Module, which also converts the buffers that must stay fp32
-            _load_folder(chunk, config, weight_folder, tokenizer, ids, parallel)
+            _load_folder(chunk, config, weight_folder, new_tokens, parallel)
     return chunks
 
 
@@ -310,17 +315,14 @@ def _load_folder(
     chunk: torch.nn.Module,
     config: RunConfig,
     folder: WeightFolder,
-    tokenizer: Any,
-    vocab_size: int,
+    new_tokens: NewTokens | None,
     parallel: ParallelState,
 ) -> None:
     arch = folder_arch(config)
     load_weights(chunk, arch, folder, parallel)
-    # on one rank, because a node's cache of the hub may lack the folder's tokenizer
-    tokens = on_rank_0(lambda: tokens_new_to_folder(config, tokenizer, vocab_size))
-    if tokens is not None:
+    if new_tokens is not None:
         mapped = mapped_parameters(chunk, folder.family, arch)
-        fill_new_rows([weight for _, weight, mapping in mapped if mapping.padded], tokens, parallel.tp)
+        fill_new_rows([weight for _, weight, mapping in mapped if mapping.padded], new_tokens, parallel.tp)
 
 
 def _built(config: RunConfig, provider: Callable[[ModelRequest], torch.nn.Module], request: ModelRequest) -> Any:
