@@ -3,4 +3,4 @@
 Importing the package does no work: no torch, no Megatron-Core, no process group.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

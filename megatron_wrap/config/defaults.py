@@ -122,7 +122,7 @@ def all_choices(config: RunConfig, machine: Machine, shards: int, connections: s
     open_kernels = [choice for choice in kernels if choice.key.partition(".")[2] not in config.arch.upstream]
     if config.arch.num_experts is not None and config.arch.experts_impl == "auto":
         with_fp8 = fp8_settings(config) is not None
-        open_kernels.append(experts_choice(config.arch, machine, transformer_engine, with_fp8))
+        open_kernels.append(experts_choice(config.arch, with_fp8))
     chosen = [*of_run, *_model_choices(config, machine), *open_kernels]
     if machine.platform == "cuda":
         chosen.append(cuda_connections(config, machine, connections))
@@ -166,11 +166,10 @@ def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool)
         yield Choice("arch.gradient_accumulation_fusion", machine.weight_gradients, reason)
 
 
-def experts_choice(arch: ArchConfig, machine: Machine, transformer_engine: bool, fp8: bool) -> Choice:
+def experts_choice(arch: ArchConfig, fp8: bool) -> Choice:
     """How the experts are computed: `experts_impl`, decided where it is auto.
 
     Args:
-        transformer_engine: whether the layers use Transformer Engine.
         fp8: whether their products are in FP8.
     """
     value, reason = arch.experts_impl, "experts_impl"
@@ -178,12 +177,8 @@ def experts_choice(arch: ArchConfig, machine: Machine, transformer_engine: bool,
         value, reason = ("transformer_engine" if arch.moe_grouped_gemm else "sequential"), "moe_grouped_gemm"
     elif value == "auto" and fp8:
         value, reason = "transformer_engine", "Transformer Engine multiplies in FP8"
-    elif value == "auto" and machine.grouped_products:
-        value, reason = "grouped_mm", "torch multiplies all experts at once"
     elif value == "auto":
-        without = "torch has no grouped product and the layers do not use Transformer Engine"
-        grouped = "Transformer Engine multiplies all experts at once"
-        value, reason = ("transformer_engine", grouped) if transformer_engine else ("sequential", without)
+        value, reason = "grouped_mm", "torch multiplies all experts at once"
     return Choice("arch.experts_impl", value, reason)
 
 
@@ -344,9 +339,9 @@ def _exchanges_tokens(config: RunConfig) -> bool:
     return exchanges and (config.dtype.bf16 or config.dtype.fp16)
 
 
-def _sorts_on_device(config: RunConfig, machine: Machine) -> bool:
+def _sorts_on_device(config: RunConfig) -> bool:
     """Whether layers have no experts, or those whose exchange `nn/experts/dispatcher.py` prepares on the device."""
-    return config.arch.num_experts is None or (derived.sorts_tokens_on_device(config.arch) and machine.grouped_products)
+    return config.arch.num_experts is None or derived.sorts_tokens_on_device(config.arch)
 
 
 def _graphs(config: RunConfig, machine: Machine) -> Choice | None:
@@ -359,7 +354,7 @@ def _graphs(config: RunConfig, machine: Machine) -> Choice | None:
         return None
     if has_transformer_engine_layers(config, machine) or config.adapter.adapter_type != "none":
         return None
-    is_plain = _has_measured_layers(config) and _sorts_on_device(config, machine)
+    is_plain = _has_measured_layers(config) and _sorts_on_device(config)
     is_plain = is_plain and config.recompute.recompute_granularity is None and config.train.router_replay == "disabled"
     has_one_shape = config.flow.flow_key in _ONE_PASS and not derived.varies_in_length(config)
     one_stage = parallel.pipeline_model_parallel_size == 1

@@ -23,7 +23,6 @@ from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.nn.kernels.available import layer_kernels
 from megatron_wrap.plan.context_exchange import exchange_choice
-from megatron_wrap.platform.base.machine import GROUPED_PRODUCTS_FROM
 from megatron_wrap.platform.base.platform import NEEDS_CUDA, Platform
 
 if TYPE_CHECKING:
@@ -51,27 +50,6 @@ def use_transformer_engine(config: RunConfig, platform: Platform) -> bool:
             f"{platform.name}; install transformer-engine[pytorch] on a GPU machine, or set auto or torch"
         )
     return available
-
-
-def experts_impl(config: RunConfig, platform: Platform, fp8: bool) -> str:
-    """`arch.experts_impl`, decided where it is auto.
-
-    Raises:
-        PlatformError: grouped_mm is selected, and this torch has no grouped product.
-    """
-    machine = platform.machine
-    value: str = experts_choice(config.arch, machine, use_transformer_engine(config, platform), fp8).value
-    if config.arch.add_bias_linear and config.arch.num_experts is not None and value != "grouped_mm":
-        raise PlatformError(
-            f"megatron_lm.model.arch.add_bias_linear needs experts_impl grouped_mm, and this torch {torch.__version__} "
-            f"has no grouped products; upgrade torch to {GROUPED_PRODUCTS_FROM[0]}.{GROUPED_PRODUCTS_FROM[1]}"
-        )
-    if value == "grouped_mm" and not machine.grouped_products:
-        raise PlatformError(
-            f"megatron_lm.model.arch.experts_impl is grouped_mm, which needs torch {GROUPED_PRODUCTS_FROM[0]}."
-            f"{GROUPED_PRODUCTS_FROM[1]}, and this is {torch.__version__}; write auto, or upgrade torch"
-        )
-    return value
 
 
 def transformer_config(config: RunConfig, platform: Platform, training: bool = True) -> TransformerConfig:
@@ -269,7 +247,7 @@ def _experts(
     arch = config.arch
     if arch.num_experts is None:
         return {}
-    grouped = experts_impl(config, platform, fp8) == "transformer_engine"
+    grouped = experts_choice(arch, fp8).value == "transformer_engine"
     dispatcher = arch.moe_token_dispatcher_type
     platform.refuse_unsafe({"moe_grouped_gemm": grouped, "moe_token_dispatcher_type": dispatcher}, transformer_engine)
     same = same_named(arch, config_class)

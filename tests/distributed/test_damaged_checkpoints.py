@@ -13,6 +13,8 @@ import _checkpoint_runs as runs
 import pytest
 import torch
 
+from megatron_wrap.checkpoint.files.hashes import digest
+
 RESUME = "megatron_wrap.checkpoint.resume"
 
 
@@ -106,26 +108,23 @@ def test_an_object_that_runs_code_on_one_rank_is_refused_by_all(ranks, tmp_path)
         info.length = file.tell() - info.offset
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     facts = json.loads((checkpoint / "megatron_wrap.json").read_text())
-    del facts["hashes"], facts["digest"]
-    (checkpoint / "megatron_wrap.json").write_text(json.dumps({**facts, "files": {}}))
+    facts = {**facts, "files": {}, "hashes": {}}
+    (checkpoint / "megatron_wrap.json").write_text(json.dumps({**facts, "digest": digest(facts)}))
     refusal = f"{checkpoint / info.relative_path} is refused: it refers to posix.mkdir, "
     assert [text[: len(refusal)] for text in ranks(2).run(resumed, tmp_path / "saved")] == [refusal] * 2
     assert checkpoint.is_dir()
     assert not marker.exists()
 
 
-def test_strict_refuses_and_a_checkpoint_without_hashes_loads(ranks, tmp_path):
+def test_strict_refuses_and_a_changed_manifest_is_damage(ranks, tmp_path):
     saved = tmp_path / "saved"
     ranks(1).run(runs.train, saved, (), 2, (1, 2))
     tensors = next((saved / "iter_0000002").glob("*.distcp"))
     flipped(tensors)
     assert "resume is strict" in ranks(1).run(resumed, saved, "strict")[0]
     flipped(tensors)
-    manifest = saved / "iter_0000002" / "megatron_wrap.json"
-    facts = json.loads(manifest.read_text())
-    del facts["hashes"], facts["digest"]
-    manifest.write_text(json.dumps(facts))
     assert ranks(1).run(resumed, saved)[0].startswith("2 ")
     shutil.rmtree(saved / "iter_0000001")
-    manifest.write_text(json.dumps({**facts, "digest": "0"}))
+    manifest = saved / "iter_0000002" / "megatron_wrap.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "digest": "0"}))
     assert "differs from its SHA-256" in ranks(1).run(resumed, saved)[0]

@@ -143,7 +143,7 @@ def missing_part(checkpoint: Path) -> str | None:
         return f"{MANIFEST} is missing" if (checkpoint / RESOLVED).exists() else None
     try:
         facts = json.loads(manifest.read_text(encoding="utf-8"))
-        sizes, hashes, problem = dict(facts["files"]), dict(facts.get("hashes", {})), manifest_damage(facts)
+        sizes, hashes, problem = dict(facts["files"]), dict(facts["hashes"]), manifest_damage(facts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     if problem is not None:

@@ -80,9 +80,7 @@ def digest(manifest: Mapping[str, Any]) -> str:
 
 
 def manifest_damage(manifest: Mapping[str, Any]) -> str | None:
-    """Why a manifest differs from what was written; None if it does not, or was written without hashes (0.2.0)."""
-    if "hashes" not in manifest and "digest" not in manifest:
-        return None
+    """Why a manifest differs from what was written; None if it does not."""
     if manifest.get("digest") != digest(manifest):
         return "differs from its SHA-256"
     lists = all(entry["list"] == _hash_list(entry["blocks"]) for entry in manifest["hashes"].values())

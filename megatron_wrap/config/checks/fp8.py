@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.fp8 import BLOCK, FP8_KEYS, MULTIPLE, Fp8Settings, fp8_settings
+from megatron_wrap.config.schema.fp8 import BLOCK, MULTIPLE, Fp8Settings, fp8_settings
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.config.schema.training import PrecisionConfig
 
 
 def check_fp8(config: RunConfig) -> None:
@@ -15,7 +14,6 @@ def check_fp8(config: RunConfig) -> None:
     Raises:
         ConfigError: a setting has no effect, or a combination that Megatron-Core or Transformer Engine cannot run.
     """
-    _check_set_once(config)
     fp8 = fp8_settings(config)
     if fp8 is None:
         for name in ("fp8_param_gather", "first_last_layers_bf16"):
@@ -40,18 +38,6 @@ def check_fp8(config: RunConfig) -> None:
         rule = f"with optimizer_cpu_offload, fp8_param_gather needs fp8_recipe delayed, which is {fp8.recipe}"
         refuse(config, ["dtype.fp8_param_gather", "dtype.fp8_recipe"], rule)
     _check_sizes(config, BLOCK if fp8.param_gather and fp8.recipe == "blockwise" else MULTIPLE)
-
-
-def _check_set_once(config: RunConfig) -> None:
-    arch, dtype = SECTION_PATHS["arch"], config.dtype
-    for name in FP8_KEYS:
-        if name in config.arch.upstream and getattr(dtype, name) != getattr(PrecisionConfig, name):
-            refuse(
-                config,
-                [f"dtype.{name}"],
-                f"{getattr(dtype, name)} is set here, and {config.arch.upstream[name]} in {arch}.{name}; delete "
-                f"{arch}.{name}",
-            )
 
 
 def _check_bf16_layers(config: RunConfig, fp8: Fp8Settings) -> None:

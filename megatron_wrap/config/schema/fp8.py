@@ -10,14 +10,10 @@ needed for the gradient of a weight)."""
 BLOCK = 128
 """A weight that is stored in FP8 blocks needs dimensions that are multiples of it (Float8BlockQuantizer)."""
 
-FP8_KEYS = ("fp8", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-"""Keys of `megatron_lm.train.dtype` that a run of version 0.2.0 may have in `model.arch`."""
-
 
 @dataclass(frozen=True)
 class Fp8Settings:
-    """FP8 of a run: values of `megatron_lm.train.dtype`, or of the fields of the same name in `model.arch` and
-    `misc.ddp`, which version 0.2.0 had instead."""
+    """FP8 of a run: values of `megatron_lm.train.dtype`."""
 
     format: str
     """hybrid or e4m3."""
@@ -31,18 +27,17 @@ class Fp8Settings:
 
 def fp8_settings(config: RunConfig) -> Fp8Settings | None:
     """The run's FP8 settings; None: no FP8."""
-    values = {name: config.arch.upstream.get(name, getattr(config.dtype, name)) for name in FP8_KEYS}
-    if not values["fp8"]:
+    dtype = config.dtype
+    if not dtype.fp8:
         return None
-    in_bf16 = values["first_last_layers_bf16"]
-    param_gather = config.ddp.upstream.get("fp8_param_gather", config.dtype.fp8_param_gather)
+    in_bf16 = dtype.first_last_layers_bf16
     return Fp8Settings(
-        format=values["fp8"],
-        recipe=values["fp8_recipe"],
-        param_gather=bool(param_gather),
+        format=dtype.fp8,
+        recipe=dtype.fp8_recipe,
+        param_gather=dtype.fp8_param_gather,
         first_last_layers_bf16=in_bf16,
-        layers_at_start_in_bf16=values["num_layers_at_start_in_bf16"] if in_bf16 else 0,
-        layers_at_end_in_bf16=values["num_layers_at_end_in_bf16"] if in_bf16 else 0,
+        layers_at_start_in_bf16=dtype.num_layers_at_start_in_bf16 if in_bf16 else 0,
+        layers_at_end_in_bf16=dtype.num_layers_at_end_in_bf16 if in_bf16 else 0,
     )
 
 

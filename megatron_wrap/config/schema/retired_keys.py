@@ -17,7 +17,7 @@ def _tables() -> Mapping[str, Any]:
 
 @functools.cache
 def retired_keys() -> Mapping[str, str]:
-    """Retired keys of Megatron-LM and of earlier versions, in any section -> what to do."""
+    """Retired keys of Megatron-LM, in any section -> what to do."""
     return _by_name(_tables()["retired"])
 
 

@@ -18,7 +18,7 @@ from megatron_wrap.bridge.loading.load_weights import fill_new_rows, load_weight
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.bridge.mapping.model_parameters import mapped_parameters
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
-from megatron_wrap.config.defaults import FP8_GATHER_FROM
+from megatron_wrap.config.defaults import FP8_GATHER_FROM, experts_choice
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.fp8 import token_multiple
 from megatron_wrap.config.schema.run import RunConfig
@@ -47,7 +47,7 @@ from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.model.provider import MegatronModelProviderEntry
 from megatron_wrap.model.request import ModelRequest
-from megatron_wrap.model.transformer_config import experts_impl, same_named, transformer_config, use_transformer_engine
+from megatron_wrap.model.transformer_config import same_named, transformer_config, use_transformer_engine
 from megatron_wrap.model.vocabulary_padding import padded_vocab_size
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.parallel.state import ParallelState
@@ -288,7 +288,7 @@ def build_chunks(
             transformer_config=model_config,
             state=parallel,
             transformer_engine=use_transformer_engine(config, platform),
-            experts_impl=experts_impl(config, platform, fp8=bool(model_config.fp8)),
+            experts_impl=experts_choice(config.arch, fp8=bool(model_config.fp8)).value,
             vocab_size=ids,
             padded_vocab_size=padded,
             pre_process=parallel.pp.rank == 0 and stage == 0,

@@ -11,7 +11,6 @@ it. A flow never uses a parallel size or the number of micro-batches.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -184,16 +183,6 @@ class MegatronWrapTrainingFlowBase(ABC):
         """Samples of the micro-batch that is being collated; between collations, the maximum."""
         collated = self.context.collation.num_samples
         return self.context.micro_batch_size if collated is None else collated
-
-    @micro_batch_size.setter
-    def micro_batch_size(self, size: int) -> None:
-        name = f"{type(self).__name__}.micro_batch_size"
-        if size != self.micro_batch_size:
-            raise FlowError(
-                f"{name} is {self.micro_batch_size}, and the flow assigns {size}; remove the assignment and set "
-                "megatron_lm.train.common.micro_batch_size"
-            )
-        warnings.warn(f"{name} is read-only; remove the assignment", DeprecationWarning, stacklevel=2)
 
     # ---- methods that a flow defines ----
 

@@ -15,9 +15,6 @@ from platform import python_version
 
 from megatron_wrap import __version__
 
-GROUPED_PRODUCTS_FROM = (2, 11)
-"""The oldest torch whose `torch.nn.functional.grouped_mm` was tested."""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -33,8 +30,6 @@ class Machine:
     """Kernels of Triton run."""
     weight_gradients: bool | None = None
     """torch and the GPU multiply half-precision matrices into an fp32 one; None: not tried."""
-    grouped_products: bool = True
-    """torch has `torch.nn.functional.grouped_mm`."""
     device: str = ""
     """Name of the GPU, such as NVIDIA H200; empty on CPUs."""
 
@@ -49,16 +44,14 @@ def this_machine(platform: str) -> Machine:
         torch = _version("torch")
         platform = "cuda" if visible_gpus() and torch is not None and "+cpu" not in torch else "cpu"
     megatron_core = megatron_core_version()
-    grouped = _numbers(_version("torch") or "") >= GROUPED_PRODUCTS_FROM
     if platform == "cpu":
-        return Machine(platform, None, megatron_core, weight_gradients=False, grouped_products=grouped)
+        return Machine(platform, None, megatron_core, weight_gradients=False)
     triton = importlib.util.find_spec("triton") is not None  # the package also has other names, as pytorch-triton
     return Machine(
         platform,
         transformer_engine_version(),
         megatron_core,
         triton=triton,
-        grouped_products=grouped,
         device=_gpu_name(),
     )
 

@@ -156,8 +156,8 @@ def test_shapes_are_those_of_the_defaults_of_transformers(
             "model.arch.num_experts: must be an integer or null, not the string 'eight'",
         ),
         (
-            "model.arch.fp8=e5m2",
-            "model.arch.fp8: must be one of e4m3, hybrid or null, not the string 'e5m2'",
+            "model.arch.fp4=e4m3",
+            "model.arch.fp4: must be one of e2m1 or null, not the string 'e4m3'",
         ),
         (
             "model.arch.tensor_model_parallel_size=2",

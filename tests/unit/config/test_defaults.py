@@ -158,24 +158,18 @@ def test_fused_kernels(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "machine", "transformer_engine", "fp8", "expected"),
+    ("overrides", "fp8", "expected"),
     [
-        ((), GPU, True, False, "grouped_mm"),
-        ((), PLAIN_GPU, False, False, "grouped_mm"),
-        ((), GPU, True, True, "transformer_engine"),
-        ((), dataclasses.replace(GPU, grouped_products=False), True, False, "transformer_engine"),
-        ((), dataclasses.replace(PLAIN_GPU, grouped_products=False), False, False, "sequential"),
-        ((f"{ARCH}.moe_grouped_gemm=false",), GPU, True, False, "sequential"),
-        ((f"{ARCH}.moe_grouped_gemm=true",), GPU, True, False, "transformer_engine"),
-        ((f"{ARCH}.experts_impl=sequential",), GPU, True, False, "sequential"),
+        ((), False, "grouped_mm"),
+        ((), True, "transformer_engine"),
+        ((f"{ARCH}.moe_grouped_gemm=false",), False, "sequential"),
+        ((f"{ARCH}.moe_grouped_gemm=true",), False, "transformer_engine"),
+        ((f"{ARCH}.experts_impl=sequential",), False, "sequential"),
     ],
 )
-def test_experts(
-    overrides: tuple[str, ...], machine: Machine, transformer_engine: bool, fp8: bool, expected: str
-) -> None:
-    platform = f"megatron_wrap.init.platform={machine.platform}"
-    arch = load(platform, *overrides, run="tiny-mixtral-sft").arch
-    choice = experts_choice(arch, machine, transformer_engine, fp8)
+def test_experts(overrides: tuple[str, ...], fp8: bool, expected: str) -> None:
+    arch = load("megatron_wrap.init.platform=cuda", *overrides, run="tiny-mixtral-sft").arch
+    choice = experts_choice(arch, fp8)
     assert (choice.key, choice.value) == ("arch.experts_impl", expected)
     assert choice.reason
 

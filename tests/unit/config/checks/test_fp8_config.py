@@ -75,7 +75,6 @@ FIELDS = ("fp8", "fp8_recipe", "fp8_param", "first_last_layers_bf16", "num_layer
             ),
             ("hybrid", "tensorwise", False, True, 2),
         ),
-        (("arch.fp8=hybrid", "arch.fp8_recipe=tensorwise"), ("hybrid", "tensorwise", False, False, 1)),  # as in 0.2.0
     ],
 )
 def test_settings_reach_megatron_core(overrides: tuple[str, ...], expected: tuple[Any, ...]) -> None:
@@ -134,7 +133,6 @@ def test_a_model_that_is_not_trained_computes_in_bf16() -> None:
             ),
             f"{DTYPE}.fp8_param_gather optimizer_cpu_offload delayed tensorwise",
         ),
-        (("dtype.fp8=hybrid", "arch.fp8=e4m3"), f"{DTYPE}.fp8 hybrid e4m3 {ARCH}.fp8"),
     ],
 )
 def test_contradictions_are_refused(overrides: tuple[str, ...], facts: str) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-
 import pytest
 import torch
 
@@ -18,7 +15,6 @@ from megatron_wrap.flow import (
     MegatronWrapMinimalMockFlow,
     MegatronWrapTrainingFlowBase,
 )
-from megatron_wrap.flow.contract import base
 from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS
 from megatron_wrap.flow.contract.class_checks import packing_refusal
 
@@ -197,22 +193,10 @@ def test_mock_samples_of_one_length_and_placeholders():
     assert inputs["attention_mask"].all()
 
 
-def test_the_micro_batch_size_is_that_of_the_collation_and_is_not_assigned():
+def test_the_micro_batch_size_is_that_of_the_collation():
     flow = mock()
     with flow.context.collation.of(1):
         assert flow.micro_batch_size == 1
     assert flow.micro_batch_size == 2
     with pytest.raises(RuntimeError), flow.context.collation.of(1):
         raise RuntimeError
-    with pytest.warns(DeprecationWarning, match="micro_batch_size"):
-        flow.micro_batch_size = 2  # as an older flow's __init__ may do
-    with pytest.raises(FlowError, match=r"micro_batch_size is 2,.*assigns 5.*train\.common\.micro_batch_size"):
-        flow.micro_batch_size = 5
-
-
-def test_the_former_path_of_the_contract_warns(monkeypatch):
-    monkeypatch.delitem(sys.modules, "megatron_wrap.flow.base", raising=False)
-    with pytest.warns(DeprecationWarning, match=r"megatron_wrap\.flow\.base .*megatron_wrap\.core\.flow"):
-        former = importlib.import_module("megatron_wrap.flow.base")
-    assert former.MegatronWrapTrainingFlowBase is base.MegatronWrapTrainingFlowBase
-    assert former.SEQUENCE_LENGTHS == SEQUENCE_LENGTHS
