@@ -19,7 +19,6 @@ REQUIREMENTS = [
     "packaging>=24.2",
     "numpy>=2.4,<2.6",
     "einops>=0.8,<0.9",
-    "confignest>=1.0.5,<1.1",
     "pyyaml>=6.0,<7",
     "loguru>=0.7,<0.8",
     "wandb>=0.31,<1",
@@ -55,6 +54,7 @@ EXTRAS = {
             "mypy>=2.4.1,<2.5",
         ),
         *("types-PyYAML", "types-psutil", "trl>=1.16,<1.17", "peft>=0.21.2,<0.22", "jsonschema>=4.26,<5"),
+        "confignest>=1.0.5,<1.1",  # the reference for the composition of YAML files
         *("s3fs==2026.9.0", "moto[s3]==5.2.5", "flask==3.1.3", "flask-cors==6.0.5", "kubeflow-trainer-api==2.3.0"),
         *(*TENSORBOARD, *PNG, *QLORA, *EVAL, *RAY),
     ],

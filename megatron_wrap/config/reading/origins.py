@@ -1,4 +1,4 @@
-"""The origins of a configuration's values: recorded for messages and `explain`; no run takes a value from them."""
+"""The values of a configuration and their origins, the lines that set them."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ class ComposedConfig:
     sections: Mapping[str, Section]
     """Dotted path -> section."""
     values: Mapping[str, Any]
-    """The values that confignest composed, as nested plain dictionaries."""
+    """Nested plain dictionaries, in the order of the tree."""
 
     def origins(self, path: str) -> Sequence[Origin]:
         """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
@@ -103,6 +103,25 @@ class ComposedConfig:
         for part in path.split("."):
             values = values[part]
         return values
+
+
+def composed_values(sections: Mapping[str, Section]) -> dict[str, Any]:
+    """The values that the last origins set, as nested plain dictionaries."""
+
+    def plain(origins: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: plain(nested) if isinstance(nested, dict) else nested[-1].node.plain()
+            for key, nested in origins.items()
+        }
+
+    values: dict[str, Any] = {}
+    for path, section in sections.items():
+        *folders, name = path.split(".")
+        mapping = values
+        for folder in folders:
+            mapping = mapping.setdefault(folder, {})
+        mapping[name] = plain(section.origins)
+    return values
 
 
 def leaves(sections: Mapping[str, Section]) -> dict[str, Sequence[Origin]]:

@@ -1,4 +1,4 @@
-"""Strict reading over confignest: the composition is confignest's own, and errors name the location and what to do."""
+"""Strict reading: values are those that confignest composes, and errors name the location and what to do."""
 
 import os
 import subprocess
@@ -69,11 +69,6 @@ def test_every_value_knows_the_line_that_gave_it(write_run: Write) -> None:
         f"{nest}/megatron_lm/model/arch/tiny-llama.yaml:3 (selected)",
     ]
     assert leaves["megatron_lm.train.optimizer.optimizer"][-1].endswith("adam.yaml:5 (default selection)")
-    for path, origins in tree.leaves().items():  # the value that confignest composed is that of the last origin
-        value = tree.values
-        for part in path.split("."):
-            value = value[part]
-        assert value == origins[-1].node.plain()
 
 
 @pytest.mark.parametrize(
