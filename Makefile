@@ -35,7 +35,6 @@ metric-docs: $(ENVIRONMENT)
 config-docs: $(ENVIRONMENT)
 	$(PYTHON) scripts/config_docs.py
 	$(PYTHON) scripts/config_schema.py
-	$(PYTHON) scripts/familiar_names.py
 
 docs: $(ENVIRONMENT)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages and links outside docs/, optional pages, and mermaid without a network.
+"""Hooks of mkdocs: pages and links outside docs/, generated pages, and mermaid without a network.
 
 Diagrams need mermaid's script, which the theme would load from a content delivery network. It is taken from npm into
 build/ once and copied into the site. Without npm the diagrams' sources are shown as text.
@@ -12,6 +12,7 @@ import posixpath
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -22,22 +23,20 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 MERMAID = "11.17.2"
 """The theme calls the interface of this major version."""
-OUTSIDE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+OUTSIDE = {
+    "index.md": "README.md",
+    "index-zh.md": "README-zh.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
 """Page of the site -> file of the repository."""
-OPTIONAL = {"config-reference.md": ("Reference", "Configuration keys"), "testing.md": ("Project", "Testing")}
-"""Page -> its section of the navigation and its title; listed if the file exists."""
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 log = logging.getLogger("mkdocs.hooks.docs")
 
 
 def on_config(config: Any) -> Any:
-    """Add the optional pages to the navigation, and mermaid's script if it is available."""
-    sections = {name: entries for section in config.nav for name, entries in section.items()}
-    for page, (section, title) in OPTIONAL.items():
-        if (Path(config.docs_dir) / page).is_file():
-            sections[section].append({title: page})
-    sections["Project"] += [{"Contribute": "contributing.md"}, {"Changelog": "changelog.md"}]
+    """Add mermaid's script if it is available."""
     config.extra["mermaid_script"] = mermaid_script()
     if config.extra["mermaid_script"]:
         config.extra_javascript.append("assets/mermaid.min.js")
@@ -45,14 +44,23 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the repository's root, and mermaid's script."""
-    for page, source in OUTSIDE.items():
-        text = (ROOT / source).read_text(encoding="utf-8")
+    """Add the pages of the repository's root, generated pages, and mermaid's script."""
+    pages = {page: (ROOT / source).read_text(encoding="utf-8") for page, source in OUTSIDE.items()}
+    for page, text in {**pages, **generated_pages()}.items():
         files.append(File.generated(config, page, content=text))
     script = config.extra["mermaid_script"]
     if script:
         files.append(File.generated(config, "assets/mermaid.min.js", abs_src_path=str(script)))
     return files
+
+
+def generated_pages() -> dict[str, str]:
+    """Page -> text of the pages that are written from the package's own tables."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+    import config_docs
+    import familiar_names
+
+    return {"config-reference.md": config_docs.reference_page(), "familiar-names.md": familiar_names.page_text()}
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
@@ -68,8 +76,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         path, hash_, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(origin, path))
         to = path.removeprefix("docs/") if path.startswith("docs/") else inside.get(path)
-        if to in OPTIONAL and not (Path(config.docs_dir) / to).is_file():
-            to = None
         if to is not None:
             return f"[{text}]({posixpath.relpath(to, folder or '.')}{hash_}{anchor})"
         if config.repo_url:
@@ -77,7 +83,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         return text if text.strip("`") == path else f"{text} (`{path}`)"
 
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
-    parts[::2] = [LINK.sub(resolve, part) for part in parts[::2]]
+    parts[::2] = [LINK.sub(resolve, part).replace("](docs/images/", "](images/") for part in parts[::2]]
     if not config.extra["mermaid_script"]:
         parts = [re.sub(r"^```mermaid$", "```text", part, flags=re.M) for part in parts]
     return "".join(parts)

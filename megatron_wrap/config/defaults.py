@@ -28,7 +28,7 @@ _HIDING_ELEMENTS = 2**24
 CUDA graphs overlap communication with their products: the smallest size that was measured to gain by it, 53,673
 tokens/s per GPU compared with 51,450 in an earlier call (two H200s, 2026-11-26, `scripts/benchmark/gpu_two.sh`, 1.5B
 Llama, TP 2, 4 x 4,096 tokens, hidden size 2,048, bf16). With half of the tokens the layers wait for Python, which
-queues more kernels for it: 4.7 ms instead of 3.9 (`scripts/benchmark/hidden_layers.py`)."""
+queues more kernels for it: 4.7 ms instead of 3.9."""
 _GRAPHS_FROM = (0, 19)
 """The Megatron-Core with which CUDA graphs of layers were measured."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -232,7 +232,7 @@ def cuda_connections(config: RunConfig, machine: Machine, environment: str | Non
     sizes = {"tensor": parallel.tensor_model_parallel_size, "context": parallel.context_parallel_size}
     kinds = [kind for kind, size in sizes.items() if size > 1]
     if kinds and _uses_copy_engines(config, machine):
-        # two H200s, 2026-11-26, CUDA graphs: 4.66 ms, with one queue 5.02 (hidden_layers.py --tokens 16384)
+        # two H200s, 2026-11-26, CUDA graphs: 4.66 ms for layers of 16,384 tokens, with one queue 5.02
         return Choice(CONNECTIONS, "8", "with one queue a kernel would wait for a copy that was queued before it")
     if kinds:
         # tensor_parallel/layers.py relies on it

@@ -1,11 +1,10 @@
 """Which of torch's kernels computes attention on a GPU, by a measured rule.
 
-Measured on one H200 with torch 2.11 by `scripts/benchmark/layer_kernels.py attention attention-shapes`
-(docs/performance.md): forward and backward of causal attention take 1.2 to 1.9 times as long with flash attention 2 as
-with cuDNN, for 512 to 32,768 tokens and head sizes 64, 128 and 256. cuDNN builds a plan for each new shape, which takes
-140 ms; flash attention needs none. So cuDNN is used for lengths that are multiples of 512, of which a run has few,
-and flash attention for the lengths of batches that are padded to their longest sequence. The rule depends only on the
-shape, so that a resumed run uses the same kernels.
+Measured on one H200 with torch 2.11 (docs/performance.md): forward and backward of causal attention take 1.2 to 1.9
+times as long with flash attention 2 as with cuDNN, for 512 to 32,768 tokens and head sizes 64, 128 and 256. cuDNN
+builds a plan for each new shape, which takes 140 ms; flash attention needs none. So cuDNN is used for lengths that are
+multiples of 512, of which a run has few, and flash attention for the lengths of batches that are padded to their
+longest sequence. The rule depends only on the shape, so that a resumed run uses the same kernels.
 
 Values may have smaller heads than queries and keys (latent attention: 128 and 192). torch's flash attention does not
 take them, and its memory-efficient kernel, which does, is several times slower. cuDNN takes 192 and 128; for what it

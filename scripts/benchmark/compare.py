@@ -1,17 +1,17 @@
 """megatron-wrap compared with other programs that train the same model on the same tokens, in turn, in one run.
 
     python scripts/benchmark/compare.py 1.5b-4096 [8b-layers-4096 1.5b-32768] [a.b=c ...]
-        [--against trainer,trainer-flex,trainer-liger,trainer-liger-fp32,bare,bare-best,trl] [--liger]
+        [--against trainer,trainer-flex,trainer-liger,trainer-liger-fp32,bare,bare-best,trl]
         [--output outputs/compare] [--compare OLD.json]
         [--variant "ours-torch: megatron_lm.model.arch.transformer_impl=torch"] [--tree "ours-before: ../checkout"]
     python scripts/benchmark/compare.py --tasks FILE [--devices 2] [--limit 500]    (lines "NAME: PRESET [options]")
 
-Takes presets (`comparison/presets.py`) or paths of runs. Writes compare.json, compare.md and compare.png; exits with 1
-where --compare finds a regression. Each program is a set of processes of its own that holds the GPUs only in its turn,
+Takes presets (`comparison/presets.py`) or paths of runs. Writes compare.json and compare.md; exits with 1 where
+--compare finds a regression. Each program is a set of processes of its own that holds the GPUs only in its turn,
 and trains all tasks; each line of --tasks has options like those of the command line, which has their defaults. A task
 with fewer --devices trains as often side by side as the devices allow, and its times are the means.
-`--tree` measures the megatron-wrap of another checkout, `--liger` this one with Liger-Kernel's RMSNorm. Trainers have
-bf16 weights and moments; `trainer-liger-fp32` has fp32 ones, as ours, and bf16 products by autocast.
+`--tree` measures the megatron-wrap of another checkout. Trainers have bf16 weights and moments; `trainer-liger-fp32`
+has fp32 ones, as ours, and bf16 products by autocast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from comparison.arguments import AGAINST, against_of, parse, runs_of
 from comparison.measure import Turns, measure, starting_flags
 from comparison.pool import Launch, Programs
 from comparison.presets import PRESETS
-from comparison.report import draw, markdown, regressions
+from comparison.report import markdown, regressions
 from comparison.task import Task, task_of
 
 from megatron_wrap.bridge.loading.hub import read_run
@@ -124,13 +124,12 @@ def description(device: str, world_size: int) -> dict[str, Any]:
 
 
 def write(results: Mapping[str, Any], output: Path) -> None:
-    """compare.json, compare.md and compare.png; prints the tables."""
+    """compare.json and compare.md; prints the tables."""
     (output / "compare.json").write_text(json.dumps(results, indent=1) + "\n")
     text = markdown(results)
     (output / "compare.md").write_text(text)
     print(f"\n{text}")
-    problem = draw(results, output / "compare.png")
-    print(problem or f"{output}: compare.json, compare.md, compare.png; {results['total_seconds']} s in all")
+    print(f"{output}: compare.json, compare.md; {results['total_seconds']} s in all")
 
 
 if __name__ == "__main__":

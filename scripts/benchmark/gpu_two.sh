@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # Layouts of two GPUs beside one GPU and the bare loop: tokens/s per GPU of the 1.5B Llama under data, tensor, context and
-# pipeline parallelism, of experts under expert parallelism, of 8B layers and in FP8; times of pipeline stages, profiles.
+# pipeline parallelism, of experts under expert parallelism, of 8B layers and in FP8, and profiles.
 #   bash scripts/benchmark/gpu_two.sh [1b|tiny]      (tiny: the same commands on two CPU processes)
-# The most important first, in at most LIMIT seconds (default 540; tiny 3,600); PARTS="tp cp-8192" measures these alone,
-# LIST=second a shorter list in 400 s: contexts, experts, a profile of tensor parallelism, and one of each other kind, and
-# LIST=experts both kinds of experts with profiles, in 300 s.
+# The most important first, in at most LIMIT seconds (default 540; tiny 3,600); PARTS="tp cp-8192" measures these alone, and
+# PARTS="ep-one ep ep-shared-one ep-shared" the experts.
 # One start of the processes measures all, see `compare.py --tasks`. Lines are printed as they come and kept in
 # $OUT/results.txt (default outputs/gpu-two), with the report, the profiles and the ends of the logs.
 set -u
@@ -96,12 +95,9 @@ everything() {
   of_experts "" $experts --variant "ours-eager: $eager" --variant "ours-te: $engine"
   task ep-micro-2 $experts $arch.num_layers=$layers $ep=2 $step=16 $micro=2 "${flags[@]}" "${slow[@]}" \
     --variant "ours-profile: $profiled"
-  # Small and large micro-batches
-  task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch" --variant "ours-8: $micro=8" \
-    --variant "ours-profile: $micro=4 $profiled" --variant "ours-torch-overlap: $torch $hidden" \
-    --variant "ours-8-torch-overlap: $micro=8 $torch $hidden" --variant "ours-8-user-buffers: $micro=8 $engine $hidden"
-  [ "$size" = tiny ] || task no-graphs $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --only-variants \
-    --variant "ours-torch-eager: $torch $eager" --variant "ours-torch-eager-4: $micro=4 $torch $eager"
+  # Small and large micro-batches, with a profile of tensor parallelism
+  task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" "${slow[@]}" --variant "ours-torch-plain: $torch $plain $eager" \
+    --variant "ours-8: $micro=8" --variant "ours-profile: $micro=4 $profiled"
   # Layers of an 8B model
   bare "$fused"
   task 8b-one $wide --devices 1 $step=8 $micro=2 "${alone[@]}"
@@ -112,43 +108,7 @@ everything() {
   task fp8-one $dense --devices 1 $step=16 $micro=4 $fp8 "${alone[@]}"
   task fp8-tp $dense $step=16 $micro=4 $tp=2 $fp8 "${alone[@]}"
   task fp8-pp $dense $step=32 $micro=4 $pp=2 $fp8 "${alone[@]}"
-  # Times of pipeline stages, beside those of the parts before
-  if [ "$size" = 1b ]; then
-    mixture="$arch.num_layers=8 $arch.num_experts=8 $arch.moe_router_topk=2 $arch.moe_ffn_hidden_size=2048 $arch.moe_layer_freq=1"
-    task stages $dense $step=16 $micro=4 $pp=2 $even "${alone[@]}" --only-variants \
-      --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1" \
-      --variant "ours-experts: $mixture"
-  fi
   of_experts -shared $shared --variant "ours-eager: $eager"
-}
-
-second() {
-  task one $dense --devices 1 $step=16 $micro=4 "${alone[@]}" --variant "ours-torch: $torch"
-  for length in "${lengths[@]}"; do
-    sizes_of "$length"
-    task cp-one-$length "${sizes[@]}" --devices 1 $step=$((tokens / length / 2)) "${alone[@]}" --variant "ours-torch: $torch"
-    bare "$fused,overlapped communication"; [ "$size" = 1b ] || flags=("${alone[@]}")
-    task cp-$length "${sizes[@]}" $step=$((tokens / length)) $cp=2 "${flags[@]}" --variant "ours-torch: $torch" \
-      --variant "ours-torch-all_gather: $torch $parallel.cp_comm_type=all_gather" \
-      --variant "ours-torch-a2a: $torch $parallel.cp_comm_type=a2a" --variant "ours-a2a: $parallel.cp_comm_type=a2a"
-  done
-  task tp $dense $step=16 $micro=4 $tp=2 "${alone[@]}" "${slow[@]}" --variant "ours-te: $engine" \
-    --variant "ours-profile: $profiled" --variant "ours-torch-profile: $torch $profiled" \
-    --variant "ours-torch-plain: $torch $plain $eager"
-  task tp-micro $dense $step=16 $micro=2 $tp=2 "${alone[@]}" --variant "ours-torch: $torch" \
-    --variant "ours-torch-overlap: $torch $hidden"
-  [ "$size" = tiny ] || task no-graphs $dense $step=16 $micro=4 $tp=2 "${alone[@]}" --only-variants \
-    --variant "ours-torch-eager: $torch $eager"
-  bare "$fused"
-  task 8b-one $wide --devices 1 $step=8 $micro=2 "${alone[@]}"
-  task 8b-tp $wide $step=8 $micro=2 $tp=2 "${flags[@]}" --variant "ours-torch: $torch"
-  task 8b-pp $wide $step=16 $micro=2 $pp=2 "${flags[@]}"
-  task fp8-one $dense --devices 1 $step=16 $micro=4 $fp8 "${alone[@]}"
-  task fp8-tp $dense $step=16 $micro=4 $tp=2 $fp8 "${alone[@]}"
-  task fp8-pp $dense $step=32 $micro=4 $pp=2 $fp8 "${alone[@]}"
-  [ "$size" = tiny ] || task stages $dense $step=16 $micro=4 $pp=2 $even "${alone[@]}" --only-variants \
-    --variant "ours-tied: $arch.untie_embeddings_and_output_weights=false" --variant "ours-micro-1: $micro=1"
-  of_experts "" $experts
 }
 
 of_experts() {  # -KIND PRESET: one GPU, and two beside the bare loop; the profile has exposed communication and idle time
@@ -157,16 +117,11 @@ of_experts() {  # -KIND PRESET: one GPU, and two beside the bare loop; the profi
   task ep$1 $2 $arch.num_layers=$layers $ep=2 $step=16 "${flags[@]}" "${slow[@]}" --variant "ours-profile: $profiled" "${@:3}"
 }
 
-counts=(--warmup 1 --steps 4)
-case ${LIST:-} in
-  second) counts=(--warmup 2 --steps 3); second ;;
-  experts) of_experts "" $experts; of_experts -shared $shared ;;
-  *) everything ;;
-esac
-"${PYTHON:-python3}" scripts/benchmark/compare.py --tasks "$file" "${platform[@]}" --devices 2 --rounds 1 "${counts[@]}" \
+everything
+"${PYTHON:-python3}" scripts/benchmark/compare.py --tasks "$file" "${platform[@]}" --devices 2 --rounds 1 --warmup 1 --steps 4 \
   --timeout "$seconds" --limit "$((limit - SECONDS))" --output "$work" 2>&1 | tee -a "$kept/results.txt"
 code=${PIPESTATUS[0]}
 cp "$work/compare.json" "$kept/"
-find "$work/run" \( -name profile.txt -o -name kernels.txt \) -exec tail -n +1 {} + > "$kept/profiles.txt" 2>/dev/null
+find "$work/run" -name profile.txt -exec tail -n +1 {} + > "$kept/profiles.txt" 2>/dev/null
 for log in "$work"/logs/*.log; do echo "==> $log"; tail -c 1000000 "$log"; done > "$kept/logs.txt"
 exit "$code"

@@ -140,8 +140,29 @@ def in_scratch(main: Callable[[Path], int]) -> int:
         return main(Path(scratch))
 
 
-def main(description: str, names: Sequence[str], trials: str, worker: Worker, outcomes: Sequence[str]) -> int:
-    """The command of a drill whose trials have these names: performs the first `--count` of them, prints their table
-    and returns the exit status; `trials` is the option's help."""
-    arguments = parser(description, len(names), trials).parse_args()
-    return in_scratch(lambda scratch: report(run(arguments, names[: arguments.count], worker, scratch), outcomes))
+def main(
+    description: str,
+    trials: str,
+    worker: Callable[[Path, int], contextlib.AbstractContextManager[Callable[[str], Result]]],
+    outcomes: Sequence[str],
+    names: Sequence[str] | None = None,
+    count: int = 0,
+) -> int:
+    """The command of a drill: performs `--count` trials, prints their table and returns the exit status.
+
+    Args:
+        trials: the option's help.
+        worker: a `Worker` that is also given the seed.
+        names: of all trials there are; None: "trial 0", "trial 1" and so on.
+        count: default of --count; 0: all `names`.
+    """
+    arguments = parser(description, count or len(names or ()), trials).parse_args()
+    chosen = names or [f"trial {number}" for number in range(arguments.count)]
+
+    def perform(scratch: Path) -> int:
+        results = run(arguments, chosen[: arguments.count], lambda folder: worker(folder, arguments.seed), scratch)
+        if seconds := [result["ended_after"] for result in results if "ended_after" in result]:
+            print(f"ended after {min(seconds)} to {max(seconds)} s")
+        return report(results, outcomes)
+
+    return in_scratch(perform)

@@ -110,7 +110,7 @@ def of_rollback(run: Callable[..., list[Any]], overrides: Sequence[str], folder:
 
 
 @contextlib.contextmanager
-def worker(folder: Path) -> Iterator[Callable[[str], _trials.Result]]:
+def worker(folder: Path, seed: int) -> Iterator[Callable[[str], _trials.Result]]:
     """Performs trials on pools of ranks of its own."""
     with RankPools() as pools:
         os.chdir(folder)
@@ -135,4 +135,4 @@ def worker(folder: Path) -> Iterator[Callable[[str], _trials.Result]]:
 
 
 if __name__ == "__main__":
-    sys.exit(_trials.main(__doc__ or "", TRIALS, "cases on layouts, of 66", worker, [RIGHT]))
+    sys.exit(_trials.main(__doc__ or "", "cases on layouts, of 66", worker, [RIGHT], TRIALS))

@@ -1,6 +1,6 @@
 """Misspelled keys at every level of the configuration: each is refused, and nearly all with the right suggestion.
 
-python scripts/drill/config_typos.py --count 2000 [--seed 0] [--show]
+python scripts/drill/config_typos.py --count 2000 [--seed 0]
 
 A typo drops, doubles, swaps or replaces a character of a root, section, key, option of a flow, field of Megatron-Core
 or selection, exchanges `-` and `_`, or changes the case, on the command line or in the YAML. Exits with 1 if a typo is
@@ -9,16 +9,15 @@ accepted, or if less than 97% of the errors suggest the intended key.
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import string
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import _counted
 import yaml
 
 from megatron_wrap.config import load_run_config
@@ -128,13 +127,12 @@ def error_of(config: Path, overrides: list[str]) -> str | None:
     return None
 
 
-def drill(count: int, seed: int, folder: Path, show: bool) -> tuple[int, int]:
-    """Make `count` typos; returns how many were refused, and how many with the right suggestion."""
+def drill(count: int, seed: int, folder: Path) -> list[str]:
+    """Make `count` typos, and print how many were refused with the right suggestion; returns the failures."""
     generator = random.Random(seed)
     runs = [read(config) for config in sorted(CONFIGS.glob("*.yaml"))]
-    kinds = generator.choices(list(LEVELS), list(LEVELS.values()), k=count)
-    refused = right = 0
-    for kind in kinds:
+    accepted, unhelpful = [], []
+    for kind in generator.choices(list(LEVELS), list(LEVELS.values()), k=count):
         run = generator.choice(runs)
         path = generator.choice(run.names[kind])
         meant = path.rpartition(".")[2]
@@ -145,29 +143,14 @@ def drill(count: int, seed: int, folder: Path, show: bool) -> tuple[int, int]:
             config, overrides = in_the_yaml(run, path, kind, typo, folder / run.config.name), []
         message = error_of(config, overrides)
         suggested = re.search(r"did you mean (\S+?)\?", message or "")
-        refused += message is not None
-        is_right = suggested is not None and suggested[1].rpartition(".")[2] == meant
-        right += is_right
-        if message is None or (show and not is_right):
-            print(f"{'WRONG: accepted' if message is None else 'unhelpful'}: {path} as {typo}: {message}")
-    return refused, right
-
-
-def main() -> int:
-    """0: all typos were refused, and enough of them with the right suggestion; else 1."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=2000, help="typos")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", action="store_true", help="print the errors without the right suggestion")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        refused, right = drill(arguments.count, arguments.seed, Path(scratch), arguments.show)
-    print(
-        f"{arguments.count} typos: {refused} refused, {right} with the right suggestion "
-        f"({right / arguments.count:.1%}; at least {RIGHT_AT_LEAST:.0%} is required)"
-    )
-    return 0 if refused == arguments.count and right >= RIGHT_AT_LEAST * arguments.count else 1
+        if message is None:
+            accepted.append(f"accepted: {path} as {typo}")
+        elif suggested is None or suggested[1].rpartition(".")[2] != meant:
+            unhelpful.append(f"unhelpful: {path} as {typo}: {message}")
+    right = count - len(accepted) - len(unhelpful)
+    print(f"{count} typos: {right} with the right suggestion ({right / count:.1%}; at least {RIGHT_AT_LEAST:.0%})")
+    return accepted + (unhelpful if right < RIGHT_AT_LEAST * count else [])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_counted.run(drill, __doc__ or "", 2000, "typos"))

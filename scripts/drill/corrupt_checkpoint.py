@@ -28,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
 import _checkpoint_runs as runs
 import _trials
+from _rank_pools import RankPools
 
 from megatron_wrap.testing.pools import import_for_ranks
 from megatron_wrap.testing.ranks import RankError, RankPool
@@ -117,23 +118,12 @@ def _replace(file: Path, content: bytes | None) -> None:
 @contextlib.contextmanager
 def worker(source: Path, states: dict[str, States], seed: int, folder: Path) -> Iterator[Callable[[str], Any]]:
     """Performs trials with processes that are started once, and again after one that failed."""
-    pools: list[RankPool] = []
-
-    def trial(name: str) -> dict[str, str]:
-        if not pools or pools[-1].closed:
-            pools.append(RankPool(RANKS, timeout_seconds=LIMIT_SECONDS))
-        return _trial(name, source, states, random.Random(f"{seed} {name}"), folder / "copy", pools[-1])
-
-    try:
-        yield trial
-    finally:
-        for pool in pools:
-            if not pool.closed:
-                pool.close()
+    with RankPools() as pools:
+        yield lambda name: _trial(name, source, states, random.Random(f"{seed} {name}"), folder / "copy", pools)
 
 
 def _trial(
-    name: str, source: Path, states: dict[str, States], generator: random.Random, copy: Path, pool: RankPool
+    name: str, source: Path, states: dict[str, States], generator: random.Random, copy: Path, pools: RankPools
 ) -> dict[str, str]:
     number = int(name.split()[1])
     how = list(SAVES)[number // (2 * len(KINDS)) % len(SAVES)]
@@ -149,7 +139,8 @@ def _trial(
             expected, tensors = BEFORE, number // len(KINDS) % 2 == 0
             description = damage(copy / NEWEST, kind, tensors, generator)
     try:
-        results = pool.run(resume, copy)
+        with pools.of(RANKS) as pool:
+            results = pool.run(resume, copy)
         set_aside = [path.name for path in copy.glob("iter_*.damaged-*")]
     except RankError as error:
         results, set_aside = [str(error)], []

@@ -202,20 +202,10 @@ def trial(name: str, seed: int, folder: Path) -> _trials.Result:
     return {"kind": f"{fault}, {save}", "outcome": outcome, "detail": "; ".join(wrong), "ended_after": seconds}
 
 
-def main(scratch: Path) -> int:
-    """Run the trials and print their table."""
-    arguments = _trials.parser(__doc__ or "", 40, "runs, each with one fault").parse_args()
-
-    @contextlib.contextmanager
-    def worker(folder: Path) -> Iterator[Callable[[str], _trials.Result]]:
-        yield lambda name: trial(name, arguments.seed, folder / "run")
-
-    names = [f"fault {number}" for number in range(arguments.count)]
-    results = _trials.run(arguments, names, worker, scratch)
-    seconds = [result["ended_after"] for result in results if "ended_after" in result]
-    if seconds:
-        print(f"ended after {min(seconds)} to {max(seconds)} s")
-    return _trials.report(results, [OK])
+@contextlib.contextmanager
+def worker(folder: Path, seed: int) -> Iterator[Callable[[str], _trials.Result]]:
+    """Performs trials in the folder."""
+    yield lambda name: trial(name, seed, folder / "run")
 
 
 def run_trial(fault: str, save: str, seed: str, folder: str) -> None:
@@ -231,4 +221,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--trial"]:
         run_trial(*sys.argv[2:])
     else:
-        sys.exit(_trials.in_scratch(main))
+        sys.exit(_trials.main(__doc__ or "", "runs, each with one fault", worker, [OK], count=40))

@@ -1,6 +1,6 @@
 """SIGKILL at random moments of a run and inside its saves: the next run continues from a saved state, bit for bit.
 
-python scripts/drill/kill_during_save.py --count 300 [--jobs 4] [--results FILE] [--seed 0] [--async-save]
+python scripts/drill/kill_during_save.py --count 300 [--jobs 4] [--results FILE] [--seed 0]
 
 Each trial is a run of 1, 2 or 4 processes with plain or asynchronous saves, which is killed, and a second run in the
 same folder until the end. Killed is one process, all, or one that writes asynchronous saves; a third of the kills come
@@ -290,11 +290,11 @@ def _children(process: int) -> list[int]:
     return []
 
 
-def trial(name: str, seed: int, references: dict[tuple[int, str], Unbroken], kinds: list[str], folder: Path) -> Any:
+def trial(name: str, seed: int, references: dict[tuple[int, str], Unbroken], folder: Path) -> Any:
     """Kill a run, resume it, and compare with the run without kills."""
     number, generator = int(name.split()[1]), random.Random(f"{seed} {name}")
-    ranks, save = list(LAYOUTS)[number % len(LAYOUTS)], kinds[number // len(LAYOUTS) % len(kinds)]
-    moment = MOMENTS[number // (len(LAYOUTS) * len(kinds)) % len(MOMENTS)]
+    ranks, save = list(LAYOUTS)[number % len(LAYOUTS)], list(SAVES)[number // len(LAYOUTS) % len(SAVES)]
+    moment = MOMENTS[number // (len(LAYOUTS) * len(SAVES)) % len(MOMENTS)]
     reference = references[ranks, save]
     for _ in range(TRIES):
         shutil.rmtree(folder, ignore_errors=True)
@@ -343,22 +343,19 @@ def differences(lives: list[Life], reference: Unbroken) -> list[str]:
 
 
 @contextlib.contextmanager
-def worker(
-    references: dict[tuple[int, str], Unbroken], kinds: list[str], seed: int, folder: Path
-) -> Iterator[Callable[[str], Any]]:
+def worker(references: dict[tuple[int, str], Unbroken], seed: int, folder: Path) -> Iterator[Callable[[str], Any]]:
     """Performs trials in the folder."""
-    yield lambda name: trial(name, seed, references, kinds, folder / "run")
+    yield lambda name: trial(name, seed, references, folder / "run")
 
 
 def drill(arguments: argparse.Namespace, scratch: Path) -> int:
     """Perform the trials; returns the exit status."""
     import_for_ranks()
-    kinds = ["asynchronous"] if arguments.async_save else list(SAVES)
     references = {
-        (ranks, save): unbroken(scratch / f"{save}{ranks}", ranks, save) for ranks in LAYOUTS for save in kinds
+        (ranks, save): unbroken(scratch / f"{save}{ranks}", ranks, save) for ranks in LAYOUTS for save in SAVES
     }
     names = [f"kill {index}" for index in range(arguments.count)]
-    results = _trials.run(arguments, names, partial(worker, references, kinds, arguments.seed), scratch)
+    results = _trials.run(arguments, names, partial(worker, references, arguments.seed), scratch)
     status = _trials.report(results, ("in a save", "between"))
     lost = [result["lost_steps"] for result in results if "lost_steps" in result]
     print(f"steps taken again: {sum(lost) / max(len(lost), 1):.1f} on average, at most {max(lost, default=0)}")
@@ -367,9 +364,7 @@ def drill(arguments: argparse.Namespace, scratch: Path) -> int:
 
 def main() -> int:
     """Returns 0 if each killed run was continued as if it had not been killed."""
-    parser = _trials.parser(__doc__ or "", 30, "runs to kill")
-    parser.add_argument("--async-save", action="store_true", help="asynchronous saves only")
-    return _trials.in_scratch(partial(drill, parser.parse_args()))
+    return _trials.in_scratch(partial(drill, _trials.parser(__doc__ or "", 30, "runs to kill").parse_args()))
 
 
 if __name__ == "__main__":

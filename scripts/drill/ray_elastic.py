@@ -40,7 +40,7 @@ NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 
 
 @contextlib.contextmanager
-def worker(folder: Path) -> Iterator[object]:
+def worker(folder: Path, seed: int) -> Iterator[object]:
     """A cluster of this job, and the unbroken run."""
     _checkpoint_runs.in_new_processes(4, runs.without_ray, folder / "unbroken", STEPS, FURTHER)
     unbroken = runs.steps_of(folder / "unbroken" / "journal")
@@ -53,7 +53,7 @@ def worker(folder: Path) -> Iterator[object]:
     ray.init(address=cluster.address, log_to_driver=False)
 
     def trial(name: str) -> _trials.Result:
-        home = folder / f"trial{name}"
+        home = folder / name
         home.mkdir()
         nodes = [cluster.add_node(**NODE), cluster.add_node(**NODE)]
         cluster.wait_for_nodes()
@@ -132,12 +132,5 @@ def _difference(step: list[Any], other: list[Any]) -> float:
     return max(abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs)
 
 
-def main(scratch: Path) -> int:
-    """Run the trials."""
-    arguments = _trials.parser(__doc__ or "", 1, "elastic runs").parse_args()
-    names = [str(number) for number in range(arguments.count)]
-    return _trials.report(_trials.run(arguments, names, worker, scratch), ["equal"])
-
-
 if __name__ == "__main__":
-    sys.exit(_trials.in_scratch(main))
+    sys.exit(_trials.main(__doc__ or "", "elastic runs", worker, ["equal"], count=1))

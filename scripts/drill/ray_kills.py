@@ -39,7 +39,7 @@ def worker(folder: Path, seed: int) -> Iterator[object]:
 
         chance = random.Random(f"{seed} {name}")
         rank, step, seconds = chance.randrange(2), chance.randrange(1, STEPS), chance.random()
-        home = folder / f"trial{name}"
+        home = folder / name
         home.mkdir()
         loop = runs.RayLoop(home / "journal", rank, step, seconds)
         trainer(runs.CONFIG, runs.overrides(home, STEPS), loop=loop, num_workers=2).fit()
@@ -56,13 +56,5 @@ def worker(folder: Path, seed: int) -> Iterator[object]:
         ray.shutdown()
 
 
-def main(scratch: Path) -> int:
-    """Run the trials."""
-    arguments = _trials.parser(__doc__ or "", 20, "kills").parse_args()
-    names = [str(number) for number in range(arguments.count)]
-    results = _trials.run(arguments, names, lambda folder: worker(folder, arguments.seed), scratch)
-    return _trials.report(results, ["equal"])
-
-
 if __name__ == "__main__":
-    sys.exit(_trials.in_scratch(main))
+    sys.exit(_trials.main(__doc__ or "", "kills", worker, ["equal"], count=20))

@@ -85,7 +85,7 @@ def train(folder: str, flow: str, overrides: tuple[str, ...], saves: bool) -> li
 
 
 @contextlib.contextmanager
-def worker(folder: Path) -> Iterator[Callable[[str], _trials.Result]]:
+def worker(folder: Path, seed: int) -> Iterator[Callable[[str], _trials.Result]]:
     """Performs trials on pools of ranks of its own."""
     with RankPools() as pools:
         documents = _indexed_runs.write_prefix(folder / "documents", 200, seed=3)
@@ -125,4 +125,4 @@ def differences(pool: RankPool, folder: Path, flow: str, overrides: tuple[str, .
 
 
 if __name__ == "__main__":
-    sys.exit(_trials.main(__doc__ or "", TRIALS, "kinds of runs on layouts, of thirty", worker, [SAME]))
+    sys.exit(_trials.main(__doc__ or "", "kinds of runs on layouts, of thirty", worker, [SAME], TRIALS))

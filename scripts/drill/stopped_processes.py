@@ -61,27 +61,17 @@ def trial_in(folder: Path, name: str, seed: int) -> _trials.Result:
     return {"kind": kind, "outcome": outcome, "detail": "; ".join(wrong), "ended_after": round(seconds, 1)}
 
 
-def main(scratch: Path) -> int:
-    """Run the trials and print their table."""
-    parser = _trials.parser(__doc__ or "", 20, "runs, each with one stopped process")
-    arguments = parser.parse_args()
+@contextlib.contextmanager
+def worker(folder: Path, seed: int) -> Iterator[Callable[[str], _trials.Result]]:
+    """Performs trials in the folder."""
 
-    @contextlib.contextmanager
-    def worker(folder: Path) -> Iterator[Callable[[str], _trials.Result]]:
-        def trial(name: str) -> _trials.Result:
-            shutil.rmtree(folder / "run", ignore_errors=True)
-            (folder / "run").mkdir()
-            return trial_in(folder / "run", name, arguments.seed)
+    def trial(name: str) -> _trials.Result:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        (folder / "run").mkdir()
+        return trial_in(folder / "run", name, seed)
 
-        yield trial
-
-    names = [f"run {number}" for number in range(arguments.count)]
-    results = _trials.run(arguments, names, worker, scratch)
-    seconds = [result["ended_after"] for result in results if "ended_after" in result]
-    if seconds:
-        print(f"ended after {min(seconds)} to {max(seconds)} s")
-    return _trials.report(results, [NAMED])
+    yield trial
 
 
 if __name__ == "__main__":
-    sys.exit(_trials.in_scratch(main))
+    sys.exit(_trials.main(__doc__ or "", "runs, each with one stopped process", worker, [NAMED], count=20))

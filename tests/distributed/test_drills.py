@@ -22,7 +22,6 @@ COUNTS = {
     "grpo": 1,
     "kill_during_save": 6,
     "malformed_input": 60,
-    "replayed_experts": 200,
     "resume_equality": 1,
     "stopped_processes": 1,
 }

@@ -116,7 +116,7 @@ def test_all_gather_of_unequal_numbers_of_tokens_is_refused(ranks) -> None:
 
 
 def test_grouped_experts_train_like_sequential_ones_with_their_routing(ranks) -> None:
-    """A run of scripts/drill/replayed_experts.py in small."""
+    """In fp32, on one process."""
     steps, kind = 8, "megatron_lm.model.arch.experts_impl="
     (sequential,) = ranks(1).run(_replay_runs.losses, (*MODEL, f"{kind}sequential"), None, steps)
     (grouped,) = ranks(1).run(_replay_runs.losses, (*MODEL, f"{kind}grouped_mm"), sequential["routings"], steps)

@@ -1,5 +1,5 @@
 """Arguments of transformers, trl and axolotl, and our key for each: for messages about unknown keys and for
-docs/familiar-names.md. The table is familiar_names.yaml.
+a page of the site. The table is familiar_names.yaml.
 
 `tests/unit/config/schema/test_familiar_names.py` verifies that every key exists, and that no field of the installed
 trl's SFTConfig, DPOConfig and GRPOConfig is missing.

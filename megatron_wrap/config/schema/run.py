@@ -1,8 +1,8 @@
 """`RunConfig`, a decoded configuration: one frozen dataclass for each file or folder of the tree `configs/nest`.
 
 A field is the one definition of a key's type, default, range (`key`) and documentation. `make config-docs` writes them
-into the tree and into docs/config-reference.md, a test fails where these differ, and `megatron-wrap explain` prints
-them. A run must set a key whose field has no default.
+into the tree, a test fails where these differ, the site has them as a page, and `megatron-wrap explain` prints them.
+A run must set a key whose field has no default.
 
 Keys of `megatron_lm` have Megatron-LM's argument names. `upstream` contains further fields of Megatron-Core's own
 dataclass.

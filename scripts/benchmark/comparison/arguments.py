@@ -64,7 +64,6 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--against", default=",".join(BY_DEFAULT), help=f"of {', '.join(AGAINST)}")
     parser.add_argument("--variant", action="append", default=[], metavar='"ours-NAME: a.b=c ..."')
     parser.add_argument("--tree", action="append", default=[], metavar='"ours-NAME: FOLDER"', help="another checkout")
-    parser.add_argument("--liger", action="store_true", help="ours-liger: RMSNorm of liger-kernel")
     parser.add_argument("--only-variants", action="store_true", help="without `ours` itself")
     parser.add_argument("--devices", type=int, default=0, help="processes (default: one for each GPU; one on a CPU)")
     parser.add_argument("--platform", choices=("cuda", "cpu"), help="default: cuda where there is a GPU")
@@ -91,8 +90,6 @@ def runs_of(arguments: argparse.Namespace) -> Runs:
         runs[name] = (*ours, shlex.split(overrides))
     for name, folder in map(_named, arguments.tree):
         runs[name] = (name, Launch("megatron-wrap", Path(folder).resolve()), [])
-    if arguments.liger:
-        runs["ours-liger"] = ("megatron-wrap-liger", Launch("megatron-wrap-liger"), [])
     return runs
 
 

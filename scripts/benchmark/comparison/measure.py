@@ -45,8 +45,7 @@ class Turns:
             result = self.programs[process].run(task, settings, self.arguments.timeout, left)
             if self.arguments.fresh:
                 self.programs[process].restart()
-        seconds = f"{time.monotonic() - begun:.1f} s{time_parts(result)}"
-        print(f"{title} on {self.name}: {line(task, result)} ({seconds})", flush=True)
+        print(f"{title} on {self.name}: {line(task, result)} ({time.monotonic() - begun:.1f} s)", flush=True)
         return result
 
 
@@ -139,13 +138,6 @@ def line(task: Task, result: Mapping[str, Any]) -> str:
         f"{result['peak_memory_gib']:.1f} GiB, loss {result['losses'][0]:.3f} to {result['losses'][-1]:.3f}, "
         f"{result['notes']}"
     )
-
-
-def time_parts(result: Mapping[str, Any]) -> str:
-    """What the time of a run went into, and the memory that it left."""
-    parts = [f"{name} {seconds:.1f}" for name, seconds in result.get("parts", {}).items() if seconds >= 0.05]
-    left = result.get("left_gib", 0.0)
-    return "".join([": " * bool(parts), ", ".join(parts), f"; {left:.1f} GiB left" if left > 0.5 else ""])
 
 
 def sizes(task: Task) -> str:

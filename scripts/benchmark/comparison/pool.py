@@ -185,8 +185,7 @@ class Program:
             self.restart()
         if error:
             return {"error": error}
-        result = _result(answers, task.world_size)
-        return {**result, "parts": {"imports": waited, **result.get("parts", {})}}
+        return _result(answers, task.world_size)
 
     def close(self) -> None:
         """End the processes."""
@@ -236,7 +235,7 @@ def _queues(program: str, task: Task, options: Mapping[str, Any]) -> str | None:
         return None
     if program == "megatron-core":
         return "1" if max(task.tensor_parallel, task.context_parallel) > 1 else "32"
-    if not program.startswith("megatron-wrap"):
+    if program != "megatron-wrap":
         return None
     config = load_run_config(task.config, [*task.overrides, *options["overrides"]])
     return str(cuda_connections(config, this_machine(task.platform), None).value)

@@ -1,10 +1,9 @@
-"""Results of a comparison as a table, a chart and regressions; no measuring."""
+"""Results of a comparison as a table, and regressions; no measuring."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 REFERENCES = ("bare-best", "bare", "trainer-liger", "trainer")
@@ -166,35 +165,3 @@ def _changed(
         f"memory {memory[0]:.1f} to {memory[1]:.1f} GiB ({memory[1] / memory[0] - 1:+.1%})",
         slower or larger,
     )
-
-
-def draw(results: Mapping[str, Any], path: Path) -> str | None:
-    """Write a bar chart as PNG, a group of bars for each preset; returns why it could not be drawn, else None."""
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError:
-        return "no chart: Pillow is not installed (pip install pillow)"
-    font, bold = ImageFont.load_default(20), ImageFont.load_default(24)
-    groups = {name: preset["programs"] for name, preset in results["presets"].items()}
-    rows = sum(len(programs) for programs in groups.values())
-    height = 90 + 70 * len(groups) + 40 * rows
-    image = Image.new("RGB", (1200, height), "white")
-    pen = ImageDraw.Draw(image)
-    pen.text((30, 20), f"Tokens per second and device, {results['hardware']}", "black", bold)
-    y = 80
-    for name, programs in groups.items():
-        speeds = {key: program.get("tokens_per_second_per_device", 0.0) for key, program in programs.items()}
-        longest, relative = max(speeds.values(), default=0.0) or 1.0, ratios(programs)
-        pen.text((30, y), name, "black", bold)
-        y += 40
-        for key, speed in speeds.items():
-            width = int(620 * speed / longest)
-            color = "#3f51b5" if key.startswith("ours") else "#9e9e9e"
-            pen.text((40, y + 4), key, "black", font)
-            pen.rectangle((270, y, 270 + width, y + 30), fill=color)
-            over = f"  ({relative[key]:.2f})" if key in relative else ""
-            pen.text((280 + width, y + 4), f"{speed:,.0f}{over}" if speed else "did not run", "black", font)
-            y += 40
-        y += 30
-    image.save(path)
-    return None

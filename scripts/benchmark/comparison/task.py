@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy
 import torch
-from length_mix import length_mix
 
+from comparison.length_mix import length_mix
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.config import RunConfig
@@ -327,31 +327,12 @@ def _refuse_other_settings(config: RunConfig) -> None:
         )
 
 
-class Parts:
-    """Seconds of the parts of a run, one after the other, from its creation on."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def end(self, name: str) -> None:
-        """The part that ends now; one of several of a name."""
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-
 class StepClock:
     """Times of the ends of steps, after that of its own creation. On a GPU they are events in the stream: a program
-    that does not wait for its GPU need not.
+    that does not wait for its GPU need not."""
 
-    Args:
-        parts: receives the first step, for whose end it waits unless it is measured, and the others.
-    """
-
-    def __init__(self, task: Task, parts: Parts) -> None:
+    def __init__(self, task: Task) -> None:
         self._cuda = task.platform == "cuda"
-        self._parts = parts
         self._warmup = task.warmup
         self._ends: list[Any] = []
         self.step_ends()
@@ -364,21 +345,13 @@ class StepClock:
             self._ends.append(event)
         else:
             self._ends.append(time.perf_counter())
-        if len(self._ends) == 2 and self._warmup:
-            self._wait()
-            self._parts.end("first step")
-
-    def _wait(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
 
     def measured_seconds(self) -> list[float]:
         """Of each step after the warm-up."""
-        self._wait()
-        self._parts.end("other steps")
         ends = self._ends[self._warmup :]
         pairs = list(itertools.pairwise(ends))
         if self._cuda:
+            torch.cuda.synchronize()
             return [before.elapsed_time(after) / 1e3 for before, after in pairs]
         return [after - before for before, after in pairs]
 
@@ -393,5 +366,3 @@ class Outcome:
     """Mean loss of each step, the warm-up included; of this replica or of all, as the program reports it."""
     notes: str = ""
     """The layout and settings of the run, as text."""
-    parts: Parts = field(default_factory=Parts)
-    """What the run's time went into."""

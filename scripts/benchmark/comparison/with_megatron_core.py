@@ -13,12 +13,12 @@ import torch
 import torch.distributed
 
 from comparison.flags import Flags
-from comparison.task import Outcome, Parts, StepClock, Task
+from comparison.task import Outcome, StepClock, Task
 
 
 def run(task: Task, options: dict[str, Any]) -> Outcome:
     """Train with `options["flags"]`."""
-    flags, parts = Flags(**options["flags"]), Parts()
+    flags = Flags(**options["flags"])
     if task.platform == "cpu":
         from megatron_wrap.platform import choose_platform
 
@@ -27,8 +27,7 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
     try:
         if flags.user_buffers:
             _start_user_buffers(task)
-        parts.end("processes")
-        return _train(task, flags, parts)
+        return _train(task, flags)
     finally:
         if flags.user_buffers:
             from transformer_engine.pytorch.module.base import destroy_ub
@@ -74,13 +73,10 @@ def _start_user_buffers(task: Task) -> None:
     )
 
 
-def _train(task: Task, flags: Flags, parts: Parts) -> Outcome:
+def _train(task: Task, flags: Flags) -> Outcome:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     chunks, optimizer = _build(task, flags)
-    if task.platform == "cuda":
-        torch.cuda.synchronize()
-    parts.end("model")
     positions = torch.arange(task.seq_length, device=task.device).expand(task.micro_batch_size, -1)
     mask = None
     if flags.implementation == "local":
@@ -96,8 +92,7 @@ def _train(task: Task, flags: Flags, parts: Parts) -> Outcome:
         return module(rows["tokens"], rows["positions"], mask, labels=rows["labels"]), mean
 
     steps = _steps(task)
-    parts.end("rows")
-    step, clock, losses = get_forward_backward_func(), StepClock(task, parts), []
+    step, clock, losses = get_forward_backward_func(), StepClock(task), []
     if not flags.collect_garbage:
         gc.collect()
         gc.freeze()
@@ -120,7 +115,7 @@ def _train(task: Task, flags: Flags, parts: Parts) -> Outcome:
         if reported:
             losses.append(torch.stack([micro_batch["loss"] for micro_batch in reported]).mean())
     seconds = clock.measured_seconds()
-    outcome = Outcome(seconds, _of_the_replica(task, losses), flags.text(), parts)
+    outcome = Outcome(seconds, _of_the_replica(task, losses), flags.text())
     for chunk in chunks if flags.overlap else ():
         chunk.disable_forward_pre_hook(param_sync=False)  # with these hooks the model is never freed
     # fp32 shards of the distributed optimizer are views, whose graphs lead back to it where the collector cannot see

@@ -9,12 +9,25 @@ from typing import Any
 
 import torch
 import transformers
-from packing_trainer import varlen_attention
 
-from comparison.task import Outcome, Parts, StepClock, Task
+from comparison.task import Outcome, StepClock, Task
 
 WITHOUT_SDPA = ("gpt_oss",)
 """Families whose attention torch's scaled_dot_product_attention cannot express."""
+
+
+def varlen_attention(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **named: Any
+) -> tuple[Any, None]:
+    """Attention within each sequence of a flattened batch, [1, heads, T, d] -> [1, T, heads, d]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    copies = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))  # torch 2.11 has no groups
+    query, key, value = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    lengths = (named["cu_seq_lens_q"], named["cu_seq_lens_k"], int(named["max_length_q"]), int(named["max_length_k"]))
+    output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(-1, 0))
+    return output.unsqueeze(0), None
 
 
 class _Recorder(transformers.TrainerCallback):
@@ -44,16 +57,14 @@ class _Rows(torch.utils.data.Dataset):
 def run(task: Task, options: dict[str, Any]) -> Outcome:
     """Train with `options["trainer"]`: "transformers", "transformers-flex", "transformers-liger",
     "transformers-liger-fp32" (fp32 weights and moments, products in bf16 by autocast) or "trl"."""
-    parts = Parts()
     transformers.set_seed(1234)  # the same initial weights in each run
     liger = options["trainer"].startswith("transformers-liger")
     dtype = torch.bfloat16 if task.bf16 and not options["trainer"].endswith("-fp32") else torch.float32
     attention = "flex_attention" if options["trainer"] == "transformers-flex" else _attention(task)
     with tempfile.TemporaryDirectory() as folder:
         trainer = (_trl_trainer if options["trainer"] == "trl" else _trainer)(task, folder, liger, attention, dtype)
-        parts.end("model")
         trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
-        recorder = _Recorder(StepClock(task, parts))
+        recorder = _Recorder(StepClock(task))
         trainer.add_callback(recorder)
         trainer.train()
         seconds = recorder.clock.measured_seconds()
@@ -65,7 +76,7 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
     notes += ", padding-free batches" if task.mixed_lengths else ""
     notes += ", Liger-Kernel" if liger else ""
     notes += ", gradient checkpointing" if task.recompute else ""
-    return Outcome(seconds, recorder.losses, notes, parts)
+    return Outcome(seconds, recorder.losses, notes)
 
 
 def _dtypes(task: Task, dtype: torch.dtype) -> str:

@@ -24,7 +24,6 @@ from comparison.task import Outcome, Task
 MARK = "@compare "
 PROGRAMS = {
     "megatron-wrap": "comparison.with_megatron_wrap",
-    "megatron-wrap-liger": "comparison.with_liger",
     "megatron-core": "comparison.with_megatron_core",
     "transformers": "comparison.with_trainer",
     "transformers-flex": "comparison.with_trainer",
@@ -34,7 +33,6 @@ PROGRAMS = {
 }
 _IMPORTED_EARLY = {
     "megatron-wrap": ("megatron_wrap.engine.step",),
-    "megatron-wrap-liger": ("megatron_wrap.engine.step",),
     "trl": ("trl", "datasets"),
 }
 """Slow imports, which run while others train instead of in the first run."""
@@ -47,7 +45,7 @@ _OURS = (
     *_MEGATRON_CORE,
     *("megatron_wrap.core.run", "megatron_wrap.engine.setup.build", "megatron_wrap.model.gpt_provider"),
 )
-_ON_GPU = {"megatron-core": _MEGATRON_CORE, "megatron-wrap": _OURS, "megatron-wrap-liger": _OURS}
+_ON_GPU = {"megatron-core": _MEGATRON_CORE, "megatron-wrap": _OURS}
 """Further ones. On a CPU Megatron-Core is imported with the changes that make it run there, by the run itself."""
 
 
@@ -88,17 +86,14 @@ def _result(module: Any, task: Task, options: dict[str, Any]) -> dict[str, Any]:
         problem = f"{type(error).__name__}: {first}"
     if outcome is None:  # only now is the error gone, whose frames hold the model
         return {"error": problem, "left_gib": _release(cuda)}
-    outcome.parts.end("close")
     peak = torch.cuda.max_memory_allocated() / 2**30 - before if cuda else _peak_resident_gib()
     left = _release(cuda)
-    outcome.parts.end("free memory")
     return {
         "step_seconds": outcome.step_seconds,
         "losses": outcome.losses,
         "notes": outcome.notes,
         "peak_memory_gib": peak,
         "left_gib": left,
-        "parts": outcome.parts.seconds,
     }
 
 

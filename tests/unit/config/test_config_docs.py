@@ -1,4 +1,4 @@
-"""A key is documented once: the files of the tree and the reference are those that its dataclass generates."""
+"""A key is documented once: the files of the tree and the page of the site are those that its dataclass generates."""
 
 import dataclasses
 import shutil
@@ -43,7 +43,7 @@ def config_docs(load_script: Callable[[str], ModuleType]) -> Any:
     return load_script("config_docs")
 
 
-def test_the_tree_and_the_reference_are_those_of_the_dataclasses(config_docs: Any) -> None:
+def test_the_tree_is_that_of_the_dataclasses(config_docs: Any) -> None:
     assert config_docs.main(["--check"]) == 0, "run make config-docs"
 
 
@@ -84,16 +84,24 @@ def test_an_outdated_file_is_detected_and_rewritten(
     config_docs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(ROOT / "configs/nest", tmp_path / "configs/nest")
-    (tmp_path / "docs").mkdir()
     file = tmp_path / "configs/nest/megatron_lm/train/optimizer/adam.yaml"
     current = file.read_text()
     file.write_text(current.replace("clip_grad: 1.0", "clip_grad: 2.0"))
     assert config_docs.main(["--check"], tmp_path) == 1
     captured = capsys.readouterr().err
-    assert captured.startswith("configs/nest/megatron_lm/train/optimizer/adam.yaml, docs/config-reference.md differ")
+    assert captured.startswith("configs/nest/megatron_lm/train/optimizer/adam.yaml differ")
     assert config_docs.main([], tmp_path) == 0
     assert file.read_text() == current
     assert config_docs.main(["--check"], tmp_path) == 0
+
+
+def test_the_page_has_every_section_and_flow(config_docs: Any) -> None:
+    page = config_docs.reference_page()
+    headings = [f"\n## {path}\n" for path in SECTION_PATHS.values()]
+    headings += [f"\n### {SECTION_PATHS['flow']}: {flow_key}\n" for flow_key in config_docs.SHIPPED]
+    assert all(heading in page for heading in headings)
+    assert "| `micro_batch_size` | an integer, at least 1 | required | " in page
+    assert "| `full` | " in page, "the files of a section's folder"
 
 
 def test_a_key_without_a_docstring_is_refused(config_docs: Any) -> None:
