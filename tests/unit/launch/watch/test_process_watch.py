@@ -16,8 +16,7 @@ import pytest
 from _forked import run_forked
 from torch.distributed.flight_recorder.components import loader
 
-from megatron_wrap.launch.watch.process_watch import ProcessWatch
-from megatron_wrap.launch.watch.progress import Stall
+from megatron_wrap.launch.watch.process_watch import ProcessWatch, Stall
 from megatron_wrap.launch.watch.records import ProcessRecords
 from megatron_wrap.parallel.watch import flight_recorder
 from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER, record_end

@@ -11,10 +11,11 @@ from kubeflow_trainer_api import models
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract.launcher import Launch, Program
-from megatron_wrap.launch.kubernetes.launcher import KubernetesLauncher
+from megatron_wrap.launch.contract import Launch, Program
+from megatron_wrap.launch.kubernetes import KubernetesLauncher
+from megatron_wrap.launch.kubernetes_manifest import _text, _yaml
 
-CONFIG = Path(__file__).parents[4] / "configs" / "tiny-llama-mock.yaml"
+CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-mock.yaml"
 KEYS, TRAIN = "megatron_wrap.launch.kubernetes", "megatron_lm.train.common"
 MODELS = {
     "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
@@ -124,6 +125,17 @@ def test_pods_get_the_yaml_its_overlay_and_the_overrides(tmp_path):
 def test_no_variable_of_kubernetes_is_replaced_in_the_command(tmp_path):
     words = documents(tmp_path, f"{TRAIN}.save=s3://bucket/$(HOME)")["TrainJob"]["spec"]["trainer"]["command"]
     assert f"{TRAIN}.save=s3://bucket/$$(HOME)" in words
+
+
+WORDS = ["word", "a/b:c", "on", "No", "null", "~", "1", "0x1f", "1e3", "2026-11-24", "é", "y"]
+SIGNS = ["", " ", "a: b", "- a", "# a", "a #b", '"']
+BLOCKS = ["a\nb", "a\nb\n", "a\n\n\n", "  a\n b\n", "a\n\tb: 'c'\n\n", "\na\n", "a\x07\nb", "a: null\n\n# b\u2028c\n"]
+
+
+@pytest.mark.parametrize("text", [*WORDS, *SIGNS, *BLOCKS, "# a\n\nb:\n  c: null\n"])
+def test_every_text_is_read_back(text):
+    document = f"data:\n  {_yaml(text)}: {_text(text)}\n  list: {_yaml([text, {'nested': text}])}\n"
+    assert yaml.safe_load(document) == {"data": {text: text, "list": [text, {"nested": text}]}}
 
 
 @pytest.mark.parametrize(

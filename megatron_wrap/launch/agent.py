@@ -11,16 +11,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.errors import ProcessError
-from megatron_wrap.launch.local.nodes import Nodes
-from megatron_wrap.launch.local.rendezvous import BACKEND, register_rendezvous
-from megatron_wrap.launch.local.signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
+from megatron_wrap.launch.nodes import MEETING_PORT, Nodes
+from megatron_wrap.launch.signals import AGENT_SIGNALS, LauncherSignals, exit_code_of
 from megatron_wrap.launch.watch.process_watch import FAILURE, ProcessWatch, cause_of
 from megatron_wrap.launch.watch.records import ENDS, Ending, ProcessRecords
 from megatron_wrap.parallel import rank_log
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
+BACKEND = "megatron_wrap_c10d"
+"""Name of torchrun's rendezvous c10d for a fixed number of nodes, which find each other at one address of the first."""
+_JOIN_SECONDS = 600
+"""That a node waits for the others, as torch's own default."""
 _SIMULTANEOUS_SECONDS = 1.0
 """Within which the errors of processes that lost one may be recorded before its end is noticed."""
 _INTERRUPTIBLE = """
@@ -82,8 +86,9 @@ def launch_processes(
             `exit_on_user_error`, which records its end, and 0, 2, 75 and 130 count only with this record.
 
     Raises:
-        RuntimeError: the nodes have not met.
+        ProcessError: the nodes have not met.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -111,11 +116,12 @@ def launch_processes(
             elastic_launch(launch, sys.executable)("-u", *program)
         except ChildFailedError as failed:
             failures = failed.failures
-        except RendezvousError as error:
+        except (RendezvousError, DistError) as error:
+            reason, minutes = " ".join(str(error.__cause__ or error).split()), (seconds_to_meet or _JOIN_SECONDS) // 60
             raise ProcessError(
-                f"{nodes.num_nodes} nodes do not find each other at {launch.rdzv_endpoint}: "
-                f"{error.__cause__ or error}; start the run on all of them within 10 minutes, and let them reach that "
-                "port"
+                f"{nodes.num_nodes} nodes do not meet at {launch.rdzv_endpoint} ({reason[:300]}); start the command on "
+                f"all of them within {minutes} min, and open all TCP ports between them, or set MASTER_PORT to an open "
+                "one"
             ) from error
         except SignalException as received:
             return 128 + received.sigval if signals is None else exit_code_of(received.sigval)
@@ -153,7 +159,7 @@ def _torchrun(nodes: Nodes, seconds_to_meet: int | None) -> LaunchConfig:
         loopback.register_rendezvous()
         loopback.prefer_loopback()
     address, port = (
-        (loopback.ADDRESS, nodes.master_port) if local else (nodes.master_address, nodes.master_port or 29500)
+        (loopback.ADDRESS, nodes.master_port) if local else (nodes.master_address, nodes.master_port or MEETING_PORT)
     )
     backend, meeting = loopback.BACKEND if local else "static", {} if local else {"rank": nodes.node_rank}
     if nodes.rendezvous_id is not None and not local:
@@ -249,3 +255,50 @@ def _first_failure(
         return min(errors, key=lambda rank: errors[rank])
     by_themselves = [rank for rank, code in failed.items() if code != -signal.SIGTERM]
     return min(by_themselves or failed, key=lambda rank: failures[rank].timestamp if rank in failures else 0)
+
+
+# ---- how the nodes find each other ----
+
+
+def register_rendezvous() -> None:
+    """Make BACKEND known to torchrun's launcher. Its configuration has `rank`, the number of this node."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register(BACKEND, _rendezvous)
+
+
+def _rendezvous(parameters: Any) -> Any:
+    """The handler of torch's c10d, with three differences.
+
+    The order of the nodes is that of their numbers, not of their host names. Ranks use the store at the endpoint, which
+    their agents have just reached: the host name of another node may have no address. An agent looks for no further
+    nodes, since their number is fixed, and therefore survives that of the first node while its own processes save.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+    class FixedNodes(DynamicRendezvousHandler):
+        """See `_rendezvous`."""
+
+        def get_backend(self) -> str:
+            return BACKEND
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            joined = super().next_rendezvous()
+            return RendezvousInfo(joined.store, int(parameters.config["rank"]), joined.world_size, endpoint)
+
+        @property
+        def use_agent_store(self) -> bool:
+            return True
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+    # the node whose name comes first would open a second store, at its host name
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    backend, store = create_backend(parameters)
+    endpoint = RendezvousStoreInfo(store.host, store.port)  # type: ignore[attr-defined]
+    nodes = parameters.min_nodes, parameters.max_nodes
+    join = timedelta(seconds=int(parameters.config.get("join_timeout", _JOIN_SECONDS)))
+    return FixedNodes.from_backend(parameters.run_id, store, backend, *nodes, timeout=RendezvousTimeout(join=join))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from megatron_wrap.config import RunConfig
@@ -117,3 +120,14 @@ class Launcher(Protocol):
         Raises:
             MegatronWrapError: the launcher is not installed, or refuses the run.
         """
+
+
+def show_from(log: Path, position: int) -> int:
+    """Write what a file has after the first `position` bytes to stderr; returns the number of bytes shown so far."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(position)
+        text = file.read()
+        sys.stderr.buffer.write(text)
+        sys.stderr.flush()
+        position += len(text)
+    return position

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.derived import processes_needed
 from megatron_wrap.errors import LayoutError
-from megatron_wrap.launch.contract.launcher import Rendezvous
+from megatron_wrap.launch.contract import Rendezvous
 from megatron_wrap.platform.base.machine import visible_gpus
+
+MEETING_PORT = 29500
+"""Of node 0, at which the nodes meet: that of torchrun."""
 
 
 @dataclass(frozen=True)

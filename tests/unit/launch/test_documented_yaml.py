@@ -10,9 +10,10 @@ import yaml
 from kubeflow_trainer_api import models
 
 from megatron_wrap.bridge.loading.hub import read_run
-from megatron_wrap.launch.kubernetes.settings import check_settings
+from megatron_wrap.launch.contract import Launch, Program
+from megatron_wrap.launch.kubernetes_manifest import manifest
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.M | re.S)]
 
@@ -31,7 +32,12 @@ def test_the_settings_are_those_of_a_run(tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     config = read_run(tmp_path / "run.yaml")
     assert (config.launch.launcher, config.launch.nodes) == ("kubernetes", 2)
-    check_settings(config)
+    launch = Launch(config, ("train", str(tmp_path / "run.yaml")), Program(()))
+    assert [each["kind"] for each in yaml.safe_load_all(manifest(launch))] == [
+        "ConfigMap",
+        "TrainingRuntime",
+        "TrainJob",
+    ]
 
 
 def test_the_job_set_is_one():

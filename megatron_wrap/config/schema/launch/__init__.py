@@ -1,1 +1,0 @@
-"""Where a run is started: a file for each section of `megatron_wrap.launch`."""
