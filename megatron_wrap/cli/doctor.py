@@ -20,7 +20,7 @@ from megatron_wrap.core.validation.validations import Item
 from megatron_wrap.errors import ConfigError, ProcessError
 from megatron_wrap.launch.agent import launch_processes, python_call
 from megatron_wrap.launch.contract import Program
-from megatron_wrap.launch.doctor.catalogue import CHECKS, LAUNCHER
+from megatron_wrap.launch.doctor.catalogue import CHECKS
 from megatron_wrap.launch.doctor.checks import NodeAnswers, Subject, answers, merged
 from megatron_wrap.launch.nodes import Nodes, nodes_of
 from megatron_wrap.platform.base.machine import visible_gpus
@@ -78,9 +78,6 @@ def _read(config: str, overrides: Sequence[str]) -> RunConfig:
 
 def _in_job(launcher: str, config: RunConfig | None, arguments: argparse.Namespace) -> int:
     """Examine the nodes of a job of this launcher, and wait for its end."""
-    here = merged([NodeAnswers("", answers([LAUNCHER], Subject(launcher=launcher)))])
-    if _exit_code(here):
-        return _printed(here, arguments.json)
     if config is None:
         raise ConfigError(f"doctor --launcher {launcher} starts a job as a run does; name the CONFIG of one")
     json_words = ["--json"] if arguments.json else []

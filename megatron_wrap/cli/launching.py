@@ -105,11 +105,10 @@ def launch_of(
     arguments: argparse.Namespace,
     command: Sequence[str],
     program: Program,
-    saves_on_signals: bool = False,
 ) -> Launch:
     """What a launcher starts, with the sizes that `add_launch_arguments` declares."""
     sizes = arguments.nodes, arguments.gpus_per_node, rendezvous_of(arguments)
-    return Launch(config, tuple(command), program, *sizes, saves_on_signals)
+    return Launch(config, tuple(command), program, *sizes)
 
 
 def launch_options(arguments: argparse.Namespace) -> list[str]:

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     script = ["--script", own_script] if own_script else []
     command = ("train", arguments.config, *script, *arguments.overrides)
     program = Program((arguments.config, *arguments.overrides), own_script)
-    launch = launch_of(config, arguments, command, program, saves_on_signals=True)
+    launch = launch_of(config, arguments, command, program)
     launcher = launcher_of(config, arguments)
     # the command that submitted a job of Slurm has validated the run, with the same files
     if not arguments.dry_run and os.environ.get(LAUNCHED_BY) != "slurm":

@@ -65,8 +65,6 @@ class Launch:
     """Of the command line."""
     rendezvous: Rendezvous | None = None
     """Of the command line; for the processes of this node alone."""
-    saves_on_signals: bool = False
-    """After a signal the processes save and end by themselves; False: a signal ends them at once."""
 
     def layout(self) -> tuple[int, int]:
         """Nodes, and processes of each, where no environment of torchrun counts: by the command line, else the

@@ -76,9 +76,6 @@ class LocalJob:
         """See `Job`."""
         config, nodes = self._launch.config, self._nodes
         program, own_exit_codes = _python_arguments(self._launch.program), self._launch.program.script is not None
-        if not self._launch.saves_on_signals:
-            exit_code = launch_processes(nodes, program, config, own_exit_codes=own_exit_codes)
-            return Ended(exit_code, exit_code == 0 and nodes.node_rank == 0)
         with LauncherSignals(config.train.stop_within_seconds) as signals:
             exit_code = launch_processes(nodes, program, config, signals, own_exit_codes=own_exit_codes)
             return Ended(exit_code, exit_code == 0 and not signals.stopped and nodes.node_rank == 0)

@@ -33,6 +33,12 @@ class Nodes:
         """Processes of the whole run."""
         return self.processes_per_node * self.num_nodes
 
+    @property
+    def ranks(self) -> range:
+        """Global ranks of the processes of this node."""
+        first = self.node_rank * self.processes_per_node
+        return range(first, first + self.processes_per_node)
+
 
 def nodes_of(
     config: RunConfig | None,

@@ -48,7 +48,8 @@ class SubmittedJob:
     def logs(self) -> list[Path]:
         """The files of what its script and its nodes print, as far as they exist."""
         folder = Path(self.output, "logs")
-        return [folder / f"slurm-{self.id}.log", *sorted(folder.glob(f"slurm-{self.id}-node*.log"), key=_node)]
+        of_nodes = sorted(folder.glob(f"slurm-{self.id}-node*.log"), key=lambda file: (len(file.name), file.name))
+        return [folder / f"slurm-{self.id}.log", *of_nodes]
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,9 @@ def last_step(job: SubmittedJob) -> dict[str, Any]:
 
 
 def last_error(job: SubmittedJob) -> str:
-    """The last line about an error that the job or one of its nodes printed; empty: there is none."""
-    for file in job.logs:
-        for line in reversed(_tail(file).splitlines()):
-            position = line.find("error: ")
-            if position >= 0 and (position == 0 or "slurm job" in line[:position] or line.startswith("slurmstepd")):
-                return line[position:]
-    return ""
+    """The last line about an error that the script of the job printed; empty: there is none."""
+    errors = re.findall(r"^(?:.*slurm job \d+: |slurmstepd: )?(error: .*)$", _tail(job.logs[0]), re.MULTILINE)
+    return errors[-1] if errors else ""
 
 
 def _tail(file: Path) -> str:
@@ -159,11 +156,6 @@ def _tail(file: Path) -> str:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return stream.read().decode(errors="replace")
     return ""
-
-
-def _node(file: Path) -> int:
-    number = re.search(r"-node(\d+)\.log$", file.name)
-    return -1 if number is None else int(number[1])
 
 
 # ---- the console ----
@@ -198,12 +190,3 @@ def follow(job: SubmittedJob) -> int:
         return state.exit_code
     sys.stderr.write(f"error: job {job.id} has ended: {state.name}; its logs: {job.logs[0]}\n")
     return 1
-
-
-def cancel(job: SubmittedJob) -> None:
-    """End a job: its processes get SIGTERM, save after their step and end, for which they have Slurm's KillWait.
-
-    Raises:
-        PlatformError: Slurm refuses.
-    """
-    slurm("scancel", job.id)

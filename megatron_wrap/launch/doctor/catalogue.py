@@ -13,7 +13,6 @@ def _package(name: str) -> Check:
     return Check(name, functools.partial(machine.version_of, name), "error")
 
 
-LAUNCHER = Check("launcher", machine.launcher)
 CHECKS = (
     _package("Python"),
     _package("torch"),
@@ -27,7 +26,6 @@ CHECKS = (
     Check("open files", machine.open_files),
     Check("checkpoints", folders.tracker),
     Check("free space", folders.free_space),
-    Check("write speed", folders.write_speed, is_quick=False),
     Check("clock of files", folders.file_clock),
     Check("hub cache", folders.hub_cache),
 )

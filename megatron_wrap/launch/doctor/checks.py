@@ -27,7 +27,6 @@ class Subject:
     world_size: int = 1
     """Processes of the run, over all nodes."""
     num_nodes: int = 1
-    launcher: str = "local"
 
     @property
     def save(self) -> Path | None:

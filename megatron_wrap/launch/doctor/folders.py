@@ -23,7 +23,6 @@ PROBE = ".megatron-wrap-doctor-{}"
 """Name of a file that is written and removed."""
 _BYTES_OF_A_PARAMETER = 12
 """At least, in a checkpoint with Adam's state: an fp32 weight and two fp32 moments."""
-_SLOW_BYTES, _SPEED_BYTES, _PIECE_BYTES, _SPEED_SECONDS = 50 * 10**6, 64 * 2**20, 4 * 2**20, 2.0
 _CLOCK_SECONDS = 2.0
 """Difference of two clocks that is reported; time stamps of files have seconds on some file systems."""
 
@@ -72,7 +71,7 @@ def free_space(subject: Subject) -> Iterator[Finding]:
     needed, free = checkpoint_bytes(subject.config), free_bytes(folder)
     advice = "delete files, lower megatron_wrap.checkpoint.keep, or choose another folder"
     try:
-        _write(folder, 4096)
+        _write(folder)
     except OSError as error:
         yield Finding(f"{folder} cannot be written ({error.strerror}); {advice}", "error")
         return
@@ -102,27 +101,13 @@ def checkpoint_bytes(config: RunConfig) -> int | None:
     return parameters * (4 if config.train.no_save_optim else _BYTES_OF_A_PARAMETER)
 
 
-def write_speed(subject: Subject) -> Iterator[Finding]:
-    """Bytes per second that reach the disk."""
-    if subject.save is None:
-        return
-    folder = existing(subject.save)
-    with contextlib.suppress(OSError):  # an error of free_space
-        count, seconds, _ = _write(folder, _SPEED_BYTES)
-        speed = f"{with_prefix(count / seconds)}B/s written to {folder}"
-        if count / seconds < _SLOW_BYTES:
-            yield Finding(f"{speed}; a fast file system, or megatron_wrap.checkpoint.async_save, hides it", "warning")
-        else:
-            yield Finding(speed)
-
-
 def file_clock(subject: Subject) -> Iterator[Finding]:
     """Whether the clock of this node is that of the file system of `save`."""
     if subject.save is None:
         return
     folder = existing(subject.save)
     with contextlib.suppress(OSError):  # an error of free_space
-        _, _, ahead = _write(folder, 1)
+        ahead = _write(folder)
         if abs(ahead) > _CLOCK_SECONDS:
             difference = f"{abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'}"
             text = f"this node is {difference} the file system of {folder}; synchronize both (chrony, NTP)"
@@ -131,18 +116,17 @@ def file_clock(subject: Subject) -> Iterator[Finding]:
             yield Finding(f"that of the file system of {folder}")
 
 
-def _write(folder: Path, limit: int) -> tuple[int, float, float]:
-    """Write a file with fsync, for two seconds at most, and remove it; returns its bytes, the seconds that it took, and
-    how far the clock of this node is ahead of the time stamp."""
+def _write(folder: Path) -> float:
+    """Write a file with fsync and remove it; returns how far the clock of this node is ahead of its time stamp, in
+    seconds."""
     path = folder / PROBE.format(secrets.token_hex(4))
-    content, written, start, now = os.urandom(min(limit, _PIECE_BYTES)), 0, time.monotonic(), time.time()
     try:
+        now = time.time()
         with path.open("wb", buffering=0) as file:
             ahead = now - os.fstat(file.fileno()).st_mtime
-            while written < limit and time.monotonic() - start < _SPEED_SECONDS:
-                written += file.write(content)
+            file.write(bytes(4096))
             os.fsync(file.fileno())
-        return written, time.monotonic() - start, ahead
+        return ahead
     finally:
         with contextlib.suppress(OSError):
             path.unlink()

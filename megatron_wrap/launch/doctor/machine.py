@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import resource
 import shutil
@@ -26,24 +25,6 @@ _SMALL_BYTES = 1 << 30
 """Below it containers are often started with Docker's default of 64 MB."""
 _FILES, _FILES_OF_A_PROCESS = 256, 16
 """Open files of a process by itself, and for each other process of the run: a connection for each of its groups."""
-_LAUNCHERS = {
-    "slurm": (("sbatch", "srun", "scontrol", "squeue"), "run this on a login node of the cluster"),
-    "kubernetes": (("kubectl",), "install kubectl, or apply the file that --dry-run prints elsewhere"),
-}
-"""Commands of a launcher, and what to do without them."""
-
-
-def launcher(subject: Subject) -> Iterator[Finding]:
-    """Whether the commands or packages of the launcher are installed."""
-    name = subject.launcher
-    commands, advice = _LAUNCHERS.get(name, ((), ""))
-    missing = [command for command in commands if shutil.which(command) is None]
-    if missing:
-        yield Finding(f"{name} needs {', '.join(missing)}, not in PATH; {advice}", "error")
-    elif name == "ray" and importlib.util.find_spec("ray") is None:
-        yield Finding("ray is not installed; pip install 'megatron-wrap[ray]'", "error")
-    elif name != "local":
-        yield Finding(name)
 
 
 # ---- packages ----

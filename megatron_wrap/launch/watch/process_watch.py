@@ -15,17 +15,22 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.watch.records import ENDS, FLIGHT_RECORDER, ProcessRecords
+from megatron_wrap.launch.watch.records import ENDS, FLIGHT_RECORDER, Ending, ProcessRecords
 from megatron_wrap.metrics.phases import DATA, GRADIENTS, LOSS, OPTIMIZER
 from megatron_wrap.platform.base.machine import how_it_ended, process_state
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 FAILURE = "failure.json"
 """Name of the report in the output folder."""
 _TICK_SECONDS, _START_TICK_SECONDS = 1.0, 0.1
 """Between two looks; the second until all processes are known."""
+_SIMULTANEOUS_SECONDS = 1.0
+"""Within which the errors of processes that lost one may be recorded before its end is noticed."""
 _DATA, *_REST = (name.removeprefix("megatron_wrap::") for name in (DATA, GRADIENTS, LOSS, OPTIMIZER))
 _IN_A_STEP = {_DATA, *_REST}
 """Phases as `current_phase` returns them."""
@@ -36,26 +41,24 @@ class ProcessWatch:
     before the end of the run, and reports failures.
 
     Args:
-        folder: in which the processes write.
+        records: what the processes write.
         ranks: their global ranks.
         report: path of `failure.json`; an earlier one is removed.
         seconds: without a heartbeat after which a process counts as stopped, and without progress in a step after which
             one counts as stuck (`Stall`); None: any number.
         is_alone: there is no other node.
-        own_exit_codes: of `ProcessRecords`.
     """
 
     def __init__(
         self,
-        folder: Path,
+        records: ProcessRecords,
         ranks: range,
         report: Path,
         seconds: float | None,
         is_alone: bool = True,
-        own_exit_codes: bool = True,
     ) -> None:
         self._ranks, self._report, self._seconds, self._is_alone = ranks, report, seconds, is_alone
-        self._records = ProcessRecords(folder, own_exit_codes)
+        self._records = records
         self._stopped: tuple[int, str] | None = None
         self.first_end: tuple[int, float] | None = None
         """The first process that ended other than a run ends, and when, by `time.time()`."""
@@ -175,7 +178,7 @@ class ProcessWatch:
         for rank in self._ranks:
             if self._records.process(rank) is not None:
                 self.held.add(rank)
-                location = self._records.any_location(rank)
+                location = self._records.location(rank, of_main_thread=False)
                 sys.stderr.write(
                     f"warning: rank {rank} has not ended for {seconds:.0f} s after its run"
                     f"{f'; it is in {location}' if location else ''}; it was killed, and the run is complete\n"
@@ -312,3 +315,30 @@ def _where(state: Mapping[str, Any]) -> str:
     if state.get("phase"):
         parts.append(str(state["phase"]))
     return f" ({', '.join(parts)})"
+
+
+def error_of(ending: Ending | None, failure: ProcessFailure | None) -> tuple[str, str]:
+    """Message and traceback of a process's error, as `exit_on_user_error` or torch's `record` has left it."""
+    if ending is not None or failure is None or not isinstance(failure.message, dict):
+        return ("", "") if ending is None else (ending.message, ending.traceback)
+    return str(failure.message.get("message", "")), str(failure.message.get("extraInfo", {}).get("py_callstack", ""))
+
+
+def first_failure(
+    failed: Mapping[int, int],
+    failures: Mapping[int, ProcessFailure],
+    records: ProcessRecords,
+    first_end: tuple[int, float] | None,
+) -> int:
+    """The rank that left without an error, since the others' errors follow from that; else the one whose error was
+    recorded first; else torchrun's first failure that its agent did not cause."""
+    errors = {rank: each.time for rank in failed if (each := records.ending(rank)) is not None and each.message}
+    if first_end is not None:
+        rank, at = first_end
+        is_consequence = failed.get(rank) in (None, -signal.SIGTERM, -signal.SIGABRT)  # of torchrun's agent, of NCCL
+        if rank not in errors and not is_consequence and at < min(errors.values(), default=at) + _SIMULTANEOUS_SECONDS:
+            return rank
+    if errors:
+        return min(errors, key=lambda rank: errors[rank])
+    by_themselves = [rank for rank, code in failed.items() if code != -signal.SIGTERM]
+    return min(by_themselves or failed, key=lambda rank: failures[rank].timestamp if rank in failures else 0)

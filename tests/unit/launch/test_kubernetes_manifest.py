@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -95,6 +96,20 @@ def test_settings_reach_their_fields(tmp_path):
     secret = {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
     assert {"name": "WANDB_API_KEY", "valueFrom": secret} in container["env"]
     assert {"name": "FLAG", "value": "1"} in container["env"]
+
+
+def test_the_settings_of_the_page_are_those_of_a_run(tmp_path):
+    text = (CONFIG.parents[1] / "docs" / "cluster.md").read_text(encoding="utf-8")
+    blocks = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S))
+    (block,) = [block for block in blocks if "kubernetes" in block["megatron_wrap"]["launch"]]
+    run = yaml.safe_load(CONFIG.read_text())
+    run["megatron_wrap"] |= block["megatron_wrap"]
+    run["megatron_lm"]["train"]["common"] |= block["megatron_lm"]["train"]["common"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    job = documents(tmp_path, config=tmp_path / "run.yaml")["TrainJob"]
+    assert job["spec"]["trainer"]["resourcesPerNode"]["limits"]["rdma/ib"] == 8
+    config = read_run(tmp_path / "run.yaml")
+    assert (config.launch.launcher, config.launch.nodes) == ("kubernetes", 2)
 
 
 def test_pods_get_the_yaml_its_overlay_and_the_overrides(tmp_path):

@@ -116,14 +116,3 @@ def test_without_sbatch_nothing_is_written(
     assert main(["train", str(ROOT / CONFIG), "--launcher", "slurm"]) == 2
     assert "squeue is not installed here" in capsys.readouterr().err
     assert os.listdir() == []
-
-
-def test_the_page_shows_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getcwd", lambda: "/shared/me")
-    keys = f"{SLURM}.partition=gpu", f"{SLURM}.time_limit=24:00:00", f"{SLURM}.python=/shared/me/.venv/bin/python"
-    overrides = (*keys, "megatron_lm.train.common.save=checkpoints")
-    text = job_file(launched(*overrides, nodes=2, processes=8))
-    of_run, _, common = text.partition("\n# ---- from here on, the same for every run ----\n")
-    page = (ROOT / "docs" / "cluster.md").read_text("utf-8")
-    assert f"```sh\n{of_run.rstrip()}\n```" in page
-    assert common.startswith("set -u\n")
