@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -12,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.config.schema.launch import KubernetesConfig
@@ -201,26 +202,24 @@ class KubernetesJob:
             # the connection may have ended before the pod, which is printed from then on
             (self._printed.add if whole or not runs else self._printed.discard)(name)
             return True
-        if pod.failure is not None:
-            self._say(f"pod {name} ended with {pod.failure}")
+        if pod.exit_code is not None:
+            self._say(f"pod {name} ended with {pod.ending}")
         return False
 
     def _failed(self, condition: Object, pods: Sequence[Pod]) -> Ended:
         """Of a wrong input, else of the pod that failed first since all pods were last started."""
         reason = f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": ")
         latest = max((pod.attempt for pod in pods), default=0)
-        failures = [(pod, pod.failure) for pod in pods if pod.attempt == latest and pod.failure is not None]
-        if not failures:
+        failed = [pod for pod in pods if pod.attempt == latest and pod.exit_code is not None]
+        if not failed:
             self._say(f"error: TrainJob {self._name} has failed: {reason}")
             return Ended(1, finished=False)
-        pod, failure = min(failures, key=lambda each: (each[1].exit_code != 2, each[0].ended_at))
+        pod = min(failed, key=lambda pod: (pod.exit_code != 2, pod.ended_at))
         if pod.name not in self._printed:
-            try:
+            with contextlib.suppress(PlatformError):  # it has none
                 sys.stdout.write(self._kubectl("logs", "--tail", str(_SHOWN_LINES), pod.name))
-            except PlatformError as error:  # it has none
-                self._say(str(error))
-        self._say(f"error: pod {pod.name} ended with {failure}; TrainJob {self._name} has failed: {reason}")
-        return Ended(failure.exit_code or 1, finished=False)
+        self._say(f"error: pod {pod.name} ended with {pod.ending}; TrainJob {self._name} has failed: {reason}")
+        return Ended(pod.exit_code or 1, finished=False)
 
     def _say(self, line: str) -> None:
         """Print a line to stderr, once."""
@@ -237,51 +236,30 @@ def _end_of(job: Object) -> Object | None:
     return next(ends, None)
 
 
-class Failure(NamedTuple):
-    """How a pod has failed."""
-
-    exit_code: int
-    reason: str
-    """Of Kubernetes, such as OOMKilled; empty for Error, which adds nothing to the exit code."""
-
-    def __str__(self) -> str:
-        return f"exit code {self.exit_code}" + (f" ({self.reason})" if self.reason else "")
-
-
 class Pod:
     """What the object of a pod states."""
 
     def __init__(self, pod: Object) -> None:
-        metadata, self._status = pod["metadata"], pod.get("status", {})
-        labels = metadata.get("labels", {})
+        metadata, status = pod["metadata"], pod.get("status", {})
+        labels, containers = metadata.get("labels", {}), status.get("containerStatuses", [])
+        state = next((each.get("state", {}) for each in containers if each.get("name") == CONTAINER), {})
+        terminated = state.get("terminated", {})
         self.name, self.created = str(metadata["name"]), str(metadata.get("creationTimestamp", ""))
         self.is_first = str(labels.get(_INDEX)) == "0"
         """Whether rank 0 runs in it."""
         self.attempt = int(labels.get(f"{_JOB_SET}/restart-attempt", 0))
-        self.phase = str(self._status.get("phase", "Pending"))
+        self.phase = str(status.get("phase", "Pending"))
         """Pending, Running, Succeeded or Failed."""
-        containers = self._status.get("containerStatuses", [])
-        self._state: Object = next((each.get("state", {}) for each in containers if each.get("name") == CONTAINER), {})
-        self.ended_at = str(self._state.get("terminated", {}).get("finishedAt", ""))
-
-    @property
-    def failure(self) -> Failure | None:
-        """How it has failed; None: it has not."""
-        ended = self._state.get("terminated")
-        if self.phase != "Failed":
-            return None
-        if ended is None:  # evicted before its container ran, or its node is lost
-            return Failure(1, str(self._status.get("reason") or self._status.get("message") or "no exit code"))
-        reason = str(ended.get("reason", ""))
-        return Failure(int(ended.get("exitCode", 1)), "" if reason == "Error" else reason)
-
-    @property
-    def waits_for(self) -> str:
+        self.exit_code = int(terminated.get("exitCode", 1)) if self.phase == "Failed" else None
+        """Of a pod that has failed; 1 for one that was evicted before its container ran."""
+        reason = str(terminated.get("reason") or status.get("reason") or status.get("message") or "")
+        # Error adds nothing to the exit code, OOMKilled or Evicted does
+        self.ending = f"exit code {self.exit_code}" + (f" ({reason})" if reason not in ("", "Error") else "")
+        self.ended_at = str(terminated.get("finishedAt", ""))
+        conditions = status.get("conditions", [])
+        unscheduled = (each for each in conditions if each["type"] == "PodScheduled" and each["status"] == "False")
+        waiting = next(unscheduled, state.get("waiting", {}))
+        self.waits_for = ""
         """Why it does not run yet; empty: there is no particular reason."""
-        waiting = self._state.get("waiting", {})
-        for each in self._status.get("conditions", []):
-            if each.get("type") == "PodScheduled" and each.get("status") == "False":
-                waiting = each
-        if self.phase != "Pending" or not waiting or waiting.get("reason") in _NO_REASONS:
-            return ""
-        return f"{waiting.get('reason', '')}: {waiting.get('message', '')}"
+        if self.phase == "Pending" and waiting and waiting.get("reason") not in _NO_REASONS:
+            self.waits_for = f"{waiting.get('reason', '')}: {waiting.get('message', '')}"

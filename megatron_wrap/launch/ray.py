@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -108,11 +109,13 @@ def _work(
     from megatron_wrap.launch import ray_workers
 
     if program.function is not None:
-        return ray_workers.Call(config, program.function, program.words, logs=logs)
-    if program.script is not None:
-        return ray_workers.Call(config, ray_workers.run_script, (program.script, *program.words), logs=logs)
-    path, *overrides = program.words
-    return ray_workers.WrapLoop(os.path.abspath(path), tuple(overrides), loop, use_gpu, logs=logs)
+        call = partial(program.function, *program.words)
+    elif program.script is not None:
+        call = partial(ray_workers.run_script, program.script, *program.words)
+    else:
+        path, *overrides = program.words
+        call = partial(ray_workers.train, os.path.abspath(path), overrides, loop, use_gpu)
+    return ray_workers.Work(config, call, logs)
 
 
 def report(wrap: MegatronWrap, metrics: Mapping[str, float]) -> None:

@@ -22,7 +22,6 @@ from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import LayoutError, MegatronWrapError
 from megatron_wrap.launch.ray_controller import NODES
 from megatron_wrap.parallel import rank_log
-from megatron_wrap.parallel.watch.stop_requests import RunStopped
 from megatron_wrap.utils.dist_logger import logger
 
 _REPORT_SECONDS = 3.0
@@ -33,15 +32,22 @@ _END = "end"
 
 @dataclass(frozen=True)
 class Work:
-    """What each worker does."""
+    """What each worker does; called by Ray in a thread of it."""
 
-    folder: str = field(default_factory=os.getcwd, kw_only=True)
-    """Working directory."""
-    logs: str | None = field(default=None, kw_only=True)
+    config: RunConfig
+    call: Callable[[], Any]
+    """Creates the run's `MegatronWrap`; pickled."""
+    logs: str | None = None
     """Folder for the output of each rank; None: it stays Ray's."""
+    folder: str = field(default_factory=os.getcwd)
+    """Working directory."""
 
     def __call__(self) -> Any:
-        """Called by Ray in a thread of each worker."""
+        """The result of the call, on rank 0 the one of `Result.return_value`, or the exit code with which it ends.
+
+        Raises:
+            MegatronWrapError: it ends because of one.
+        """
         with contextlib.suppress(OSError):  # a node may have another one
             os.chdir(self.folder)
         if self.logs is not None:
@@ -49,66 +55,29 @@ class Work:
             rank = ray.train.get_context().get_world_rank()
             _write_to(os.path.join(self.logs, rank_log.FILE.format(rank)))
         try:
-            return self.run()
+            with _ranks_of_run(self.config) as takes_part:
+                return self._called() if takes_part else None
         except MegatronWrapError:
             if self.logs is not None:  # the driver prints one line, Ray would print a traceback before it
                 _write_to(os.devnull)
             raise
 
-    def run(self) -> Any:
-        """The work itself."""
-        raise NotImplementedError
+    def _called(self) -> Any:
+        try:
+            return self.call()
+        except SystemExit as end:
+            if isinstance(end.__context__, MegatronWrapError):
+                raise end.__context__ from None
+            return {"exit_code": end.code or 0}
 
 
-@dataclass(frozen=True)
-class WrapLoop(Work):
-    """A run of `MegatronWrap`: `loop(wrap)`, or `wrap.fit()`."""
-
-    config: str
-    overrides: tuple[str, ...]
-    loop: Callable[[MegatronWrap], Any] | None
-    use_gpu: bool
-
-    def run(self) -> Any:
-        """Train; returns the result of the loop, on rank 0 the one of `Result.return_value`."""
-        platform = "cuda" if self.use_gpu else "cpu"
-        wrap = MegatronWrap(self.config, [*self.overrides, f"megatron_wrap.init.platform={platform}"])
-        with _ranks_of_run(wrap.config) as takes_part:
-            if not takes_part:
-                return None
-            try:
-                with wrap:
-                    wrap.initialize()
-                    wrap.setup_model_and_optimizer()
-                    return _fit(wrap) if self.loop is None else self.loop(wrap)
-            except RunStopped as stopped:
-                return {"exit_code": stopped.code}
-
-
-@dataclass(frozen=True)
-class Call(Work):
-    """A function that creates its own `MegatronWrap`, of this package or `run_script`."""
-
-    config: RunConfig
-    function: Callable[..., None]
-    words: tuple[str, ...]
-
-    def run(self) -> Any:
-        """Call it; the exit code with which it ends is the result.
-
-        Raises:
-            MegatronWrapError: it ends because of one.
-        """
-        with _ranks_of_run(self.config) as takes_part:
-            if not takes_part:
-                return None
-            try:
-                self.function(*self.words)
-            except SystemExit as end:
-                if isinstance(end.__context__, MegatronWrapError):
-                    raise end.__context__ from None
-                return {"exit_code": end.code or 0}
-            return None
+def train(config: str, overrides: Sequence[str], loop: Callable[[MegatronWrap], Any] | None, use_gpu: bool) -> Any:
+    """A run of `MegatronWrap`: the result of `loop(wrap)`, or of `wrap.fit()`."""
+    platform = "cuda" if use_gpu else "cpu"
+    with MegatronWrap(config, [*overrides, f"megatron_wrap.init.platform={platform}"]) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        return _fit(wrap) if loop is None else loop(wrap)
 
 
 def run_script(*words: str) -> None:
