@@ -176,8 +176,9 @@ def _values(launch: Launch, files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _yaml(value: object) -> str:
-    """On one line: what JSON can express is YAML."""
-    return json.dumps(value, ensure_ascii=False)
+    """On one line: JSON is YAML, but for further characters that end a line or have no glyph."""
+    text = json.dumps(value, ensure_ascii=False)
+    return re.sub("[\x7f-\x9f\u2028\u2029\ufeff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _text(text: str) -> str:
