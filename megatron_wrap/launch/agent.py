@@ -109,15 +109,18 @@ def launch_processes(
         except ChildFailedError as failed:
             failures = failed.failures
         except (RendezvousError, DistError) as error:
-            reason = " ".join(str(error.__cause__ or error).split())[:300]
-            raise ProcessError(
-                f"{nodes.num_nodes} nodes do not meet at {launch.rdzv_endpoint} ({reason}); start the command on all "
-                f"of them within {seconds_to_meet} s, and open all TCP ports between them, or set MASTER_PORT to an "
-                "open one"
-            ) from error
+            raise _not_met(nodes, launch.rdzv_endpoint, seconds_to_meet, error) from error
         except SignalException as received:
             return exit_code_of(received.sigval)
         return _exit_code(nodes.ranks, failures, records, watch, None if output is None else output / "logs")
+
+
+def _not_met(nodes: Nodes, endpoint: str, seconds: int, error: Exception) -> ProcessError:
+    reason = " ".join(str(error.__cause__ or error).split())[:300]
+    return ProcessError(
+        f"{nodes.num_nodes} nodes do not meet at {endpoint} ({reason}); start the command on all of them within {seconds} "
+        "s, and open all TCP ports between them, or set MASTER_PORT to an open one"
+    )
 
 
 def _set_variables(nodes: Nodes, config: RunConfig | None) -> None:

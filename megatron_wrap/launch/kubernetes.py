@@ -242,7 +242,7 @@ class Pod:
     def __init__(self, pod: Object) -> None:
         metadata, status = pod["metadata"], pod.get("status", {})
         labels, containers = metadata.get("labels", {}), status.get("containerStatuses", [])
-        state = next((each.get("state", {}) for each in containers if each.get("name") == CONTAINER), {})
+        state: Object = next((each.get("state", {}) for each in containers if each.get("name") == CONTAINER), {})
         terminated = state.get("terminated", {})
         self.name, self.created = str(metadata["name"]), str(metadata.get("creationTimestamp", ""))
         self.is_first = str(labels.get(_INDEX)) == "0"

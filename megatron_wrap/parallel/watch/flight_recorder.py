@@ -48,7 +48,7 @@ def record() -> bytes | None:
         return None
     from torch._C import _distributed_c10d as c10d
 
-    return bytes(c10d._dump_fr_trace())
+    return bytes(c10d._dump_fr_trace())  # type: ignore[attr-defined]
 
 
 def pending(content: bytes) -> list[str]:
