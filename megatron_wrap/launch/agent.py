@@ -118,8 +118,8 @@ def launch_processes(
 def _not_met(nodes: Nodes, endpoint: str, seconds: int, error: Exception) -> ProcessError:
     reason = " ".join(str(error.__cause__ or error).split())[:300]
     return ProcessError(
-        f"{nodes.num_nodes} nodes do not meet at {endpoint} ({reason}); start the command on all of them within {seconds} "
-        "s, and open all TCP ports between them, or set MASTER_PORT to an open one"
+        f"{nodes.num_nodes} nodes do not meet at {endpoint} ({reason}); start the command on all of them within "
+        f"{seconds} s, and open all TCP ports between them, or set MASTER_PORT to an open one"
     )
 
 
