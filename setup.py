@@ -82,7 +82,7 @@ setup(
         "megatron_wrap.bridge": ["measured_families.json"],
         "megatron_wrap.cli": ["examples.txt", "templates/*"],
         "megatron_wrap.config.schema": ["*.yaml"],
-        "megatron_wrap.launch.slurm": ["job.sh"],
+        "megatron_wrap.launch": ["slurm_job.sh", "trainjob.yaml"],
         "megatron_wrap.report": ["*.css", "*.js"],
         "megatron_wrap.configs": ["schema.json", "nest/**/*.yaml", "nest/**/__confignest_manifest__"],
     },

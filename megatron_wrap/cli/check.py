@@ -47,7 +47,7 @@ def add_script_argument(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a line for each item and a summary; returns 2 if there are errors, else 0."""
-    checked = check_of(arguments, starts=False)
+    checked = check_of(arguments)
     print(report(checked.items, arguments.json))
     return checked.exit_code
 
@@ -66,11 +66,8 @@ def script_of(arguments: argparse.Namespace, has_files: bool = True) -> str | No
     return arguments.script or None
 
 
-def check_of(arguments: argparse.Namespace, starts: bool) -> Checked:
+def check_of(arguments: argparse.Namespace) -> Checked:
     """Checks the run that the arguments of `megatron-wrap train` describe.
-
-    Args:
-        starts: this machine will start it, so the address of the first node must be known.
 
     Raises:
         MegatronWrapError: an option or a variable of the environment is wrong.
@@ -81,7 +78,7 @@ def check_of(arguments: argparse.Namespace, starts: bool) -> Checked:
         return Checked([*errors_of("configuration", error), Item("not checked", "all else", "needs configuration")])
     has_files = shares_files(config, arguments)
     own_script = script_of(arguments, has_files)
-    processes = counted_processes(config, arguments, starts)
+    processes = counted_processes(config, arguments)
     with warnings.catch_warnings():
         if config.logger.ignore_warning:
             warnings.simplefilter("ignore", FutureWarning)

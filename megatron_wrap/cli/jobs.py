@@ -10,14 +10,14 @@ from megatron_wrap.cli.arguments import count
 from megatron_wrap.cli.text_table import text_table
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.slurm.jobs import (
+from megatron_wrap.launch.slurm_jobs import (
     ENDED,
     JobState,
     SubmittedJob,
-    cancel,
     follow,
     last_error,
     last_step,
+    slurm,
     states,
     submitted_jobs,
 )
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         state = states([job])[job.id]
         if state.name in ENDED:
             raise ConfigError(f"job {job.id} ({job.name}) has ended: {state.name}; there is nothing to cancel")
-        cancel(job)
+        slurm("scancel", job.id)  # its processes save after their step, for which they have Slurm's KillWait
         print(f"job {job.id} ({job.name}) is cancelled; `megatron-wrap jobs` shows when it has ended")
         return 0
     newest = jobs[-arguments.newest :]

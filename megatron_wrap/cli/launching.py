@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import get_args, get_type_hints
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import count
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.schema.launch.common import LaunchConfig
+from megatron_wrap.config.schema.launch import LaunchConfig
 from megatron_wrap.core.remote.local_copies import with_local_copies
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
-from megatron_wrap.launch.local.launcher import LocalLauncher
-from megatron_wrap.launch.local.nodes import nodes_of
-from megatron_wrap.utils.pools.processes import in_another_process
+from megatron_wrap.launch.contract import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
+from megatron_wrap.launch.local import LocalLauncher
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,15 +60,15 @@ def launcher_of(config: RunConfig, arguments: argparse.Namespace) -> Launcher:
     """The launcher of the command line, else of the configuration."""
     name = _launcher_name(config, arguments)
     if name == "ray":
-        from megatron_wrap.launch.ray_command import RayLauncher
+        from megatron_wrap.launch.ray import RayLauncher
 
         return RayLauncher()
     if name == "kubernetes":
-        from megatron_wrap.launch.kubernetes.launcher import KubernetesLauncher
+        from megatron_wrap.launch.kubernetes import KubernetesLauncher
 
         return KubernetesLauncher()
     if name == "slurm":
-        from megatron_wrap.launch.slurm.launcher import SlurmLauncher
+        from megatron_wrap.launch.slurm import SlurmLauncher
 
         return SlurmLauncher()
     return LocalLauncher()
@@ -108,11 +105,10 @@ def launch_of(
     arguments: argparse.Namespace,
     command: Sequence[str],
     program: Program,
-    saves_on_signals: bool = False,
 ) -> Launch:
     """What a launcher starts, with the sizes that `add_launch_arguments` declares."""
     sizes = arguments.nodes, arguments.gpus_per_node, rendezvous_of(arguments)
-    return Launch(config, tuple(command), program, *sizes, saves_on_signals)
+    return Launch(config, tuple(command), program, *sizes)
 
 
 def launch_options(arguments: argparse.Namespace) -> list[str]:
@@ -126,37 +122,13 @@ def launch_options(arguments: argparse.Namespace) -> list[str]:
     return [word for option, value in options.items() if value is not None for word in (option, str(value))]
 
 
-def counted_processes(config: RunConfig, arguments: argparse.Namespace, starts: bool) -> int:
+def counted_processes(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Processes of the run, over all nodes.
 
-    Args:
-        starts: it will be started from here, so that torchrun's variables of several nodes must be set.
-
     Raises:
-        LayoutError: a variable is missing or no whole number.
+        LayoutError: a variable of the environment is no whole number.
     """
-    launcher = launcher_of(config, arguments)
-    if isinstance(launcher, LocalLauncher):
-        sizes = arguments.gpus_per_node, arguments.nodes
-        return nodes_of(config, *sizes, rendezvous_of(arguments), starts=starts).world_size
-    return launcher.world_size(launch_of(config, arguments, (), Program(())))
-
-
-def validate_for_launch(config: RunConfig, arguments: argparse.Namespace, validation: Callable[[], object]) -> None:
-    """Validate a run. With Ray another process does it: it imports torch, this one imports Ray meanwhile.
-
-    Raises:
-        MegatronWrapError: of the validation; or Ray is not installed.
-    """
-    if _launcher_name(config, arguments) != "ray":
-        validation()
-        return
-    with in_another_process(validation) as wait:
-        from megatron_wrap.launch.ray import require_ray
-
-        require_ray()
-        importlib.import_module("megatron_wrap.launch.ray_trainer")
-        wait()
+    return launcher_of(config, arguments).world_size(launch_of(config, arguments, (), Program(())))
 
 
 def started(launch: Launch, launcher: Launcher, arguments: argparse.Namespace) -> Ended:

@@ -11,8 +11,8 @@ from megatron_wrap.config.checks.process_count import check_layout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.inference.trained_model import SOURCES, read_model
-from megatron_wrap.launch.local.agent import launch_processes, python_call
-from megatron_wrap.launch.local.nodes import nodes_of
+from megatron_wrap.launch.agent import launch_processes, python_call
+from megatron_wrap.launch.nodes import nodes_of
 
 if TYPE_CHECKING:
     from megatron_wrap.core import MegatronWrap

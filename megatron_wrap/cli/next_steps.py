@@ -19,7 +19,7 @@ from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.derived import output_dir, tensorboard_dir
 from megatron_wrap.errors import ConfigError, MegatronWrapError
-from megatron_wrap.launch.contract.launcher import LAUNCHED_BY
+from megatron_wrap.launch.contract import LAUNCHED_BY
 
 _TRAIN = "megatron_lm.train.common."
 _UNITS = {"train_iters": "step", "train_samples": "sample", "train_epochs": "epoch"}

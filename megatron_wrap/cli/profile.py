@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from functools import partial
 from pathlib import Path
 
 from megatron_wrap.cli.arguments import add_run_arguments
@@ -16,11 +15,10 @@ from megatron_wrap.cli.launching import (
     read_for_launch,
     shares_files,
     started,
-    validate_for_launch,
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract.launcher import Program
+from megatron_wrap.launch.contract import Program
 
 _NOTHING_SAVED = (
     *(f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "early_stop_patience")),
@@ -55,8 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     program = Program((arguments.config, *overrides), function=run_rank)
     launch = launch_of(config, arguments, command, program)
     launcher = launcher_of(config, arguments)
-    validation = partial(validate, config, launcher.world_size(launch), has_files=shares_files(config, arguments))
-    validate_for_launch(config, arguments, validation)
+    validate(config, launcher.world_size(launch), has_files=shares_files(config, arguments))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end
     return started(launch, launcher, arguments).exit_code
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from functools import partial
 
 from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.check import add_script_argument, check_of, report, script_of
@@ -17,11 +16,10 @@ from megatron_wrap.cli.launching import (
     read_for_launch,
     shares_files,
     started,
-    validate_for_launch,
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.contract.launcher import LAUNCHED_BY, Program
+from megatron_wrap.launch.contract import LAUNCHED_BY, Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Validates, trains, and prints what to do next; returns the exit code of the run."""
     if arguments.dry_run:
-        checked = check_of(arguments, starts=True)
+        checked = check_of(arguments)
         print(report(checked.items))
         if checked.exit_code or checked.config is None:
             return checked.exit_code
@@ -47,13 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     script = ["--script", own_script] if own_script else []
     command = ("train", arguments.config, *script, *arguments.overrides)
     program = Program((arguments.config, *arguments.overrides), own_script)
-    launch = launch_of(config, arguments, command, program, saves_on_signals=True)
+    launch = launch_of(config, arguments, command, program)
     launcher = launcher_of(config, arguments)
     # the command that submitted a job of Slurm has validated the run, with the same files
     if not arguments.dry_run and os.environ.get(LAUNCHED_BY) != "slurm":
-        world_size = launcher.world_size(launch)
-        validation = partial(validate, config, world_size, own_script is not None, has_files)
-        validate_for_launch(config, arguments, validation)
+        validate(config, launcher.world_size(launch), own_script is not None, has_files)
     ended = started(launch, launcher, arguments)
     if ended.finished:
         from megatron_wrap.cli.next_steps import next_steps

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -21,22 +20,14 @@ NODES = "MEGATRON_WRAP_RAY_NODES"
 """Variable with the nodes of all workers, in the order of Ray's ranks."""
 
 
-@dataclass
 class RankConfig(BackendConfig):
     """Workers with torchrun's variables, where Ray's TorchConfig starts a process group: `initialize()` starts it, as
     under torchrun, with its timeout and after a comparison of the nodes' packages."""
-
-    backend: str
-    """Of torch.distributed; shown by Ray."""
 
     @property
     def backend_cls(self) -> type[Backend]:
         """What Ray's controller calls."""
         return _Ranks
-
-    def to_dict(self) -> dict[str, Any]:
-        """What Ray shows of it."""
-        return {"backend": self.backend}
 
 
 class _Ranks(Backend):

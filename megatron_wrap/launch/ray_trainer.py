@@ -51,7 +51,7 @@ class Trainer(DataParallelTrainer):
         DataParallelTrainer.__init__(  # that of TorchTrainer, which may stand between, starts a process group
             self,
             work,
-            backend_config=RankConfig("nccl" if scaling.use_gpu else "gloo"),
+            backend_config=RankConfig(),
             scaling_config=scaling,
             run_config=_train.RunConfig(
                 name=self._folder.name,

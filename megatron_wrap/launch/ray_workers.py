@@ -7,9 +7,9 @@ import math
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray.train
@@ -17,12 +17,11 @@ import ray.train.collective
 
 from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder
 from megatron_wrap.config import RunConfig
+from megatron_wrap.config.checks.process_count import check_layout
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.errors import MegatronWrapError
+from megatron_wrap.errors import LayoutError, MegatronWrapError
 from megatron_wrap.launch.ray_controller import NODES
-from megatron_wrap.launch.ray_ranks import workers_of_run
 from megatron_wrap.parallel import rank_log
-from megatron_wrap.parallel.watch.stop_requests import RunStopped
 from megatron_wrap.utils.dist_logger import logger
 
 _REPORT_SECONDS = 3.0
@@ -33,99 +32,58 @@ _END = "end"
 
 @dataclass(frozen=True)
 class Work:
-    """What each worker does."""
+    """What each worker does; called by Ray in a thread of it."""
 
-    folder: str = field(default_factory=os.getcwd, kw_only=True)
-    """Working directory."""
-    logs: str | None = field(default=None, kw_only=True)
+    config: RunConfig
+    call: Callable[[], Any]
+    """Creates the run's `MegatronWrap`; pickled."""
+    logs: str | None = None
     """Folder for the output of each rank; None: it stays Ray's."""
+    folder: str = field(default_factory=os.getcwd)
+    """Working directory."""
 
     def __call__(self) -> Any:
-        """Called by Ray in a thread of each worker."""
+        """The result of the call, on rank 0 the one of `Result.return_value`, or the exit code with which it ends.
+
+        Raises:
+            MegatronWrapError: it ends because of one.
+        """
         with contextlib.suppress(OSError):  # a node may have another one
             os.chdir(self.folder)
         if self.logs is not None:
-            _write_into(Path(self.logs))
+            os.makedirs(self.logs, exist_ok=True)
+            rank = ray.train.get_context().get_world_rank()
+            _write_to(os.path.join(self.logs, rank_log.FILE.format(rank)))
         try:
-            return self.run()
+            with _ranks_of_run(self.config) as takes_part:
+                return self._called() if takes_part else None
         except MegatronWrapError:
             if self.logs is not None:  # the driver prints one line, Ray would print a traceback before it
                 _write_to(os.devnull)
             raise
 
-    def run(self) -> Any:
-        """The work itself."""
-        raise NotImplementedError
+    def _called(self) -> Any:
+        try:
+            return self.call()
+        except SystemExit as end:
+            if isinstance(end.__context__, MegatronWrapError):
+                raise end.__context__ from None
+            return {"exit_code": end.code or 0}
 
 
-@dataclass(frozen=True)
-class WrapLoop(Work):
-    """A run of `MegatronWrap`: `loop(wrap)`, or `wrap.fit()`."""
-
-    config: str
-    overrides: tuple[str, ...]
-    loop: Callable[[MegatronWrap], Any] | None
-    use_gpu: bool
-
-    def run(self) -> Any:
-        """Train; returns the result of the loop, on rank 0 the one of `Result.return_value`."""
-        platform = "cuda" if self.use_gpu else "cpu"
-        wrap = MegatronWrap(self.config, [*self.overrides, f"megatron_wrap.init.platform={platform}"])
-        with _ranks_of_run(wrap.config) as takes_part:
-            if not takes_part:
-                return None
-            try:
-                with wrap:
-                    wrap.initialize()
-                    wrap.setup_model_and_optimizer()
-                    return _fit(wrap) if self.loop is None else self.loop(wrap)
-            except RunStopped as stopped:
-                return {"exit_code": stopped.code}
+def train(config: str, overrides: Sequence[str], loop: Callable[[MegatronWrap], Any] | None, use_gpu: bool) -> Any:
+    """A run of `MegatronWrap`: the result of `loop(wrap)`, or of `wrap.fit()`."""
+    platform = "cuda" if use_gpu else "cpu"
+    with MegatronWrap(config, [*overrides, f"megatron_wrap.init.platform={platform}"]) as wrap:
+        wrap.initialize()
+        wrap.setup_model_and_optimizer()
+        return _fit(wrap) if loop is None else loop(wrap)
 
 
-@dataclass(frozen=True)
-class Script(Work):
-    """A program of the user, which creates its own `MegatronWrap`."""
-
-    config: RunConfig
-    program: tuple[str, ...]
-
-    def run(self) -> Any:
-        """Run it as `__main__`; its exit code is the result."""
-        with _ranks_of_run(self.config) as takes_part:
-            if takes_part:
-                sys.argv[:] = self.program
-                return _ended(lambda: runpy.run_path(self.program[0], run_name="__main__"))
-        return None
-
-
-@dataclass(frozen=True)
-class Call(Work):
-    """A function of this package, which creates its own `MegatronWrap`."""
-
-    config: RunConfig
-    function: Callable[..., None]
-    words: tuple[str, ...]
-
-    def run(self) -> Any:
-        """Call it; the exit code with which it ends is the result."""
-        with _ranks_of_run(self.config) as takes_part:
-            return _ended(lambda: self.function(*self.words)) if takes_part else None
-
-
-def _ended(work: Callable[[], object]) -> dict[str, Any] | None:
-    """The exit code with which `work` ends this process; None: it returns.
-
-    Raises:
-        MegatronWrapError: it ends because of one.
-    """
-    try:
-        work()
-    except SystemExit as end:
-        if isinstance(end.__context__, MegatronWrapError):
-            raise end.__context__ from None
-        return {"exit_code": end.code or 0}
-    return None
+def run_script(*words: str) -> None:
+    """Run a program of the user, the first word, as `__main__`."""
+    sys.argv[:] = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def _fit(wrap: MegatronWrap) -> dict[str, float]:
@@ -178,6 +136,42 @@ def _new_checkpoint(save: str | None) -> ray.train.Checkpoint | None:
 # ---- workers and ranks ----
 
 
+def largest_layout(config: RunConfig, workers: int) -> int:
+    """The largest number of processes, at most `workers`, that can run the configuration.
+
+    Raises:
+        LayoutError: there is none; the error is that of all workers.
+    """
+    for number in range(workers, 0, -1):
+        with contextlib.suppress(LayoutError):
+            check_layout(config, number)
+            return number
+    check_layout(config, workers)
+    raise AssertionError("unreachable: the layout was refused above")
+
+
+def workers_of_run(config: RunConfig, nodes: Sequence[Hashable]) -> list[int]:
+    """Workers that become the ranks 0, 1, ... of the run; the others take no part.
+
+    A tensor-parallel group does not span nodes, where the nodes have room for whole groups.
+
+    Args:
+        nodes: of each worker; the workers of a node follow each other.
+
+    Raises:
+        LayoutError: no number of these workers can run the configuration.
+    """
+    group = config.parallel.tensor_model_parallel_size
+    of_node, seen, inside = Counter(nodes), Counter[Hashable](), []
+    for worker, node in enumerate(nodes):
+        if seen[node] < of_node[node] // group * group:
+            inside.append(worker)
+        seen[node] += 1
+    # Ray attaches the reports of its first worker, which therefore takes part
+    candidates = inside if inside[:1] == [0] else list(range(len(nodes)))
+    return candidates[: largest_layout(config, len(candidates))]
+
+
 @contextlib.contextmanager
 def _ranks_of_run(config: RunConfig) -> Iterator[bool]:
     """Give this worker its rank of the run; yields whether it has one. Workers without one follow the reports, which
@@ -203,14 +197,8 @@ def _ranks_of_run(config: RunConfig) -> Iterator[bool]:
         yield False
 
 
-def _write_into(folder: Path) -> None:
-    """Append the output of this process to `folder/rank_N.log`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / rank_log.FILE.format(ray.train.get_context().get_world_rank())
-    _write_to(path)
-
-
-def _write_to(path: str | os.PathLike[str]) -> None:
+def _write_to(path: str) -> None:
+    """Append the output of this process to a file."""
     sys.stdout.flush(), sys.stderr.flush()
     with open(path, "ab") as stream:
         for descriptor in (1, 2):

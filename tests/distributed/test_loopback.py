@@ -9,8 +9,8 @@ from _interpreters import forked_interpreters
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import LayoutError
-from megatron_wrap.launch.local.agent import launch_processes
-from megatron_wrap.launch.local.nodes import Nodes
+from megatron_wrap.launch.agent import launch_processes
+from megatron_wrap.launch.nodes import Nodes
 
 ROOT = Path(__file__).parents[2]
 RANK = """

@@ -14,9 +14,9 @@ import yaml
 from _launcher import PROGRAM, ROOT, wait_for
 
 from megatron_wrap.bridge.loading.hub import read_run
-from megatron_wrap.launch.contract.launcher import Launch, Program
-from megatron_wrap.launch.kubernetes.launcher import KubernetesLauncher
-from megatron_wrap.launch.kubernetes.manifest import CONFIG_FOLDER
+from megatron_wrap.launch.contract import Launch, Program
+from megatron_wrap.launch.kubernetes import KubernetesLauncher
+from megatron_wrap.launch.kubernetes_manifest import CONFIG_FOLDER
 
 CONFIG = ROOT / "configs" / "tiny-llama-mock.yaml"
 

@@ -54,7 +54,6 @@ NAMED_BY_VARIABLE = {
     "bridge/mapping/__init__.py",  # the former path of functions
     "ops/__init__.py",  # its public functions
     "engine/verify.py",  # transformers' class of a family, which its older releases lack
-    "parallel/watch/flight_recorder.py",  # torch's functions, of which each release has one
 }
 
 SCHEDULE = "field of ModelParallelConfig through which a training program gives Megatron-Core's schedule its functions"

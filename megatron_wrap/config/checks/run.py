@@ -15,7 +15,7 @@ from megatron_wrap.config.checks.training import check_training
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.keys import key_range
-from megatron_wrap.config.schema.launch.slurm import RENDERED_OPTIONS
+from megatron_wrap.config.schema.launch import RENDERED_OPTIONS
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.errors import ConfigError, Mistakes, PlatformError
 from megatron_wrap.platform.base.platform import NEEDS_CUDA

@@ -18,9 +18,7 @@ from megatron_wrap.config.reading.tree import schema_line
 from megatron_wrap.config.reading.yaml_nodes import dump_yaml
 from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.keys import key
-from megatron_wrap.config.schema.launch.common import LaunchConfig
-from megatron_wrap.config.schema.launch.kubernetes import KubernetesConfig
-from megatron_wrap.config.schema.launch.slurm import SlurmConfig
+from megatron_wrap.config.schema.launch import KubernetesConfig, LaunchConfig, SlurmConfig
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig, ParallelConfig, ProviderConfig
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.training import (

@@ -23,46 +23,40 @@ PROBE = ".megatron-wrap-doctor-{}"
 """Name of a file that is written and removed."""
 _BYTES_OF_A_PARAMETER = 12
 """At least, in a checkpoint with Adam's state: an fp32 weight and two fp32 moments."""
-_SLOW_BYTES, _SPEED_BYTES, _SPEED_SECONDS = 50 * 10**6, 64 * 2**20, 2.0
 _CLOCK_SECONDS = 2.0
 """Difference of two clocks that is reported; time stamps of files have seconds on some file systems."""
 
 
-def save_folder(config: RunConfig) -> Path:
-    """The folder of checkpoints, or the part of its path that exists already."""
-    folder = Path(os.path.abspath(os.path.expanduser(config.train.save or ".")))
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    return folder
+def existing(folder: Path) -> Path:
+    """The folder, or the part of its path that exists already."""
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
 def tracker(subject: Subject) -> Iterator[Finding]:
     """Whether the newest checkpoint is the one that the tracker names."""
-    assert subject.config is not None
-    assert subject.config.train.save is not None
-    store = CheckpointFolder(subject.config.train.save)
-    tracked, latest = store.tracked(), store.latest()
-    complete = store.iterations()
+    if subject.save is None:
+        return
+    store = CheckpointFolder(subject.save)
+    tracked, latest, complete = store.tracked(), store.latest(), store.iterations()
+    named = f"{store.folder / TRACKER} names iteration {tracked}"
     if tracked is None or tracked == "release":
         yield Finding("no checkpoint yet" if latest is None else f"iteration {latest}")
-        return
-    path = store.folder / TRACKER
-    if latest is None:
+    elif latest is None:
         yield Finding(
-            f"{path} names iteration {tracked}, and there is no complete checkpoint: the run would begin again; "
-            f"restore {store.folder}, or delete the file",
+            f"{named}, and there is no complete checkpoint: the run would begin again; restore {store.folder}, or "
+            "delete the file",
             "error",
         )
     elif str(latest) != tracked:
         yield Finding(
-            f"{path} names iteration {tracked}, which is missing or incomplete: the run would resume from iteration "
-            f"{latest}; restore the newer one, or write {latest} into the file",
+            f"{named}, which is missing or incomplete: the run would resume from iteration {latest}; restore the newer "
+            f"one, or write {latest} into the file",
             "warning",
         )
     elif complete[-1] > latest:
         yield Finding(
-            f"{path} names iteration {tracked}, and the checkpoint of iteration {complete[-1]} is complete: the run "
-            f"would resume from the older one; write {complete[-1]} into the file, or remove the newer one",
+            f"{named}, and the checkpoint of iteration {complete[-1]} is complete: the run would resume from the older "
+            f"one; write {complete[-1]} into the file, or remove the newer one",
             "warning",
         )
     else:
@@ -71,21 +65,23 @@ def tracker(subject: Subject) -> Iterator[Finding]:
 
 def free_space(subject: Subject) -> Iterator[Finding]:
     """Whether a checkpoint fits; a file is written, as a quota or a read-only mount is not seen otherwise."""
-    assert subject.config is not None
-    folder = save_folder(subject.config)
+    if subject.save is None or subject.config is None:
+        return
+    folder = existing(subject.save)
     needed, free = checkpoint_bytes(subject.config), free_bytes(folder)
     advice = "delete files, lower megatron_wrap.checkpoint.keep, or choose another folder"
     try:
-        _write(folder, 4096, 4096, math.inf)
+        _write(folder)
     except OSError as error:
         yield Finding(f"{folder} cannot be written ({error.strerror}); {advice}", "error")
         return
-    shown = "an unknown number of bytes is" if free is None else f"{with_prefix(free)}B are"
-    size = "" if needed is None else f", and a checkpoint of this run takes about {with_prefix(needed)}B"
+    text = "an unknown number of bytes is" if free is None else f"{with_prefix(free)}B are"
+    text += f" free in {folder}"
+    text += "" if needed is None else f", and a checkpoint of this run takes about {with_prefix(needed)}B"
     if free is not None and needed is not None and free < needed:
-        yield Finding(f"{shown} free in {folder}{size}; {advice}", "error")
+        yield Finding(f"{text}; {advice}", "error")
     else:
-        yield Finding(f"{shown} free in {folder}{size}")
+        yield Finding(text)
 
 
 def checkpoint_bytes(config: RunConfig) -> int | None:
@@ -105,56 +101,35 @@ def checkpoint_bytes(config: RunConfig) -> int | None:
     return parameters * (4 if config.train.no_save_optim else _BYTES_OF_A_PARAMETER)
 
 
-def write_speed(subject: Subject) -> Iterator[Finding]:
-    """Bytes per second that reach the disk."""
-    assert subject.config is not None
-    folder = save_folder(subject.config)
-    with contextlib.suppress(OSError):  # an error of free_space
-        count, seconds = _write(folder, _SPEED_BYTES, 4 * 2**20, _SPEED_SECONDS)
-        speed = f"{with_prefix(count / seconds)}B/s written to {folder}"
-        if count / seconds < _SLOW_BYTES:
-            yield Finding(f"{speed}; a fast file system, or megatron_wrap.checkpoint.async_save, hides it", "warning")
-        else:
-            yield Finding(speed)
-
-
-def _write(folder: Path, limit: int, piece: int, seconds: float) -> tuple[int, float]:
-    """Write a file with fsync and remove it; returns its bytes and the seconds it took."""
-    path = folder / PROBE.format(secrets.token_hex(4))
-    content, written, start = os.urandom(piece), 0, time.monotonic()
-    try:
-        with path.open("wb", buffering=0) as file:
-            while written < limit and time.monotonic() - start < seconds:
-                written += file.write(content)
-            os.fsync(file.fileno())
-        return written, time.monotonic() - start
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
 def file_clock(subject: Subject) -> Iterator[Finding]:
     """Whether the clock of this node is that of the file system of `save`."""
-    assert subject.config is not None
-    path = save_folder(subject.config) / PROBE.format(secrets.token_hex(4))
-    try:
-        before = time.time()
-        path.touch()
-        after, stamp = time.time(), path.stat().st_mtime
-    except OSError:  # an error of free_space
+    if subject.save is None:
         return
+    folder = existing(subject.save)
+    with contextlib.suppress(OSError):  # an error of free_space
+        ahead = _write(folder)
+        if abs(ahead) > _CLOCK_SECONDS:
+            difference = f"{abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'}"
+            text = f"this node is {difference} the file system of {folder}; synchronize both (chrony, NTP)"
+            yield Finding(text, "warning")
+        else:
+            yield Finding(f"that of the file system of {folder}")
+
+
+def _write(folder: Path) -> float:
+    """Write a file with fsync and remove it; returns how far the clock of this node is ahead of its time stamp, in
+    seconds."""
+    path = folder / PROBE.format(secrets.token_hex(4))
+    try:
+        now = time.time()
+        with path.open("wb", buffering=0) as file:
+            ahead = now - os.fstat(file.fileno()).st_mtime
+            file.write(bytes(4096))
+            os.fsync(file.fileno())
+        return ahead
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
-    ahead = before - stamp if stamp < before else min(0.0, after - stamp)
-    if abs(ahead) > _CLOCK_SECONDS:
-        way = "ahead of" if ahead > 0 else "behind"
-        yield Finding(
-            f"this node is {abs(ahead):,.0f} s {way} the file system of {path.parent}; synchronize both (chrony, NTP)",
-            "warning",
-        )
-    else:
-        yield Finding(f"that of the file system of {path.parent}")
 
 
 def hub_cache(subject: Subject) -> Iterator[Finding]:
@@ -164,8 +139,7 @@ def hub_cache(subject: Subject) -> Iterator[Finding]:
     cache, needed = Path(constants.HF_HUB_CACHE), _hub_ids(subject.config)
     advice = "change its permissions, or set HF_HOME to a folder of yours"
     try:
-        with os.scandir(cache) as entries:
-            next(entries, None)
+        os.listdir(cache)
     except FileNotFoundError:
         yield Finding(f"{cache} does not exist yet")
     except OSError as error:
@@ -173,16 +147,14 @@ def hub_cache(subject: Subject) -> Iterator[Finding]:
         return
     else:
         yield Finding(str(cache))
+    offline = constants.HF_HUB_OFFLINE
+    how = "and HF_HUB_OFFLINE is set" if offline else "and is downloaded when the run starts"
     for repo in needed:
         try:
             resolve_folder(repo)
         except NotDownloaded:
-            offline = constants.HF_HUB_OFFLINE
-            how = "and HF_HUB_OFFLINE is set" if offline else "and is downloaded when the run starts"
-            yield Finding(
-                f"{repo} is not in {cache}, {how}; `hf download {repo}` on a node that shares this folder",
-                "error" if offline else "warning",
-            )
+            text = f"{repo} is not in {cache}, {how}; `hf download {repo}` on a node that shares this folder"
+            yield Finding(text, "error" if offline else "warning")
         except (OSError, MegatronWrapError) as error:
             yield Finding(f"{repo} cannot be read from {cache} ({error}); {advice}", "error")
 

@@ -1,18 +1,21 @@
-"""GPUs and limits of a node."""
+"""GPUs, limits and installed packages of a node."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import shutil
-import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_wrap.config.schema.derived import training_sources
+from megatron_wrap.errors import PlatformError
 from megatron_wrap.launch.doctor.checks import Finding, Subject
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.platform.base.machine import this_machine, visible_gpus
+from megatron_wrap.platform.base.machine import installed_versions, this_machine, visible_gpus
+from megatron_wrap.platform.megatron_core.versions import check_version
 
 SHARED_MEMORY = Path("/dev/shm")
 _NCCL_BYTES = 32 * 2**20
@@ -22,7 +25,50 @@ _SMALL_BYTES = 1 << 30
 """Below it containers are often started with Docker's default of 64 MB."""
 _FILES, _FILES_OF_A_PROCESS = 256, 16
 """Open files of a process by itself, and for each other process of the run: a connection for each of its groups."""
-_NVIDIA_SMI_SECONDS = 20
+
+
+# ---- packages ----
+
+
+def version_of(name: str, subject: Subject) -> Iterator[Finding]:
+    """The version of one of `installed_versions`."""
+    yield Finding(installed_versions()[name] or "not installed")
+
+
+def megatron_core(subject: Subject) -> Iterator[Finding]:
+    """Whether this package works with the installed Megatron-Core."""
+    try:
+        check_version()
+    except PlatformError as error:
+        yield Finding(str(error), "error")
+    else:
+        yield from version_of("Megatron-Core", subject)
+
+
+def transformer_engine(subject: Subject) -> Iterator[Finding]:
+    """Whether Transformer Engine, where it is installed, can be imported with this torch; imports both."""
+    version = installed_versions()["Transformer Engine"]
+    if version is None:
+        yield Finding("not installed; layers are those of torch")
+        return
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:
+        yield Finding(
+            f"{version} cannot be imported with torch {installed_versions()['torch']} ({short(error)}); install the "
+            "build for this torch and CUDA, or uninstall it",
+            "error",
+        )
+    else:
+        yield Finding(version)
+
+
+def short(error: BaseException) -> str:
+    """The message of an error as the part of a line."""
+    return " ".join(str(error).split())[:200]
+
+
+# ---- GPUs ----
 
 
 def gpus(subject: Subject) -> Iterator[Finding]:
@@ -32,8 +78,8 @@ def gpus(subject: Subject) -> Iterator[Finding]:
     if this_machine(platform).platform == "cpu":  # also auto with GPUs, and a torch without CUDA
         yield Finding("runs are on platform cpu" if platform == "auto" else "none needed on platform cpu")
     elif count == 0 and platform == "cuda":
-        seen = "CUDA_VISIBLE_DEVICES" in os.environ
-        hidden = f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}" if seen else "no /dev/nvidia0"
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "no /dev/nvidia0" if seen is None else f"CUDA_VISIBLE_DEVICES is {seen!r}"
         yield Finding(
             f"none ({hidden}), and megatron_wrap.init.platform is cuda; ask the scheduler for GPUs, start the "
             "container with them (docker run --gpus all), or choose platform cpu",
@@ -44,6 +90,17 @@ def gpus(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"{counted(count, 'GPU')} for {subject.processes} processes; {advice}", "error")
     else:
         yield Finding(f"{counted(count, 'GPU')} for {counted(subject.processes, 'process')}")
+
+
+def cuda_build(subject: Subject) -> Iterator[Finding]:
+    """The CUDA and the NCCL that torch was built with; imports torch."""
+    import torch
+
+    if torch.version.cuda is None:
+        yield Finding("torch is built without CUDA")
+        return
+    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    yield Finding(f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, nccl))}")
 
 
 def driver(subject: Subject) -> Iterator[Finding]:
@@ -62,7 +119,7 @@ def driver(subject: Subject) -> Iterator[Finding]:
         )
         return
     names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
-    yield Finding(", ".join([*names, *_driver_version()]))
+    yield Finding(", ".join(names))
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         if free < 0.9 * total:
@@ -70,15 +127,7 @@ def driver(subject: Subject) -> Iterator[Finding]:
             yield Finding(f"{taken}; nvidia-smi shows by which process", "warning")
 
 
-def _driver_version() -> list[str]:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    if shutil.which(command[0]) is None:
-        return []
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [f"driver {version}" for version in sorted(set(output.split()))]
+# ---- limits ----
 
 
 def shared_memory(subject: Subject) -> Iterator[Finding]:
@@ -86,8 +135,7 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
     if not SHARED_MEMORY.is_dir():
         yield Finding(f"there is no {SHARED_MEMORY}; mount a tmpfs there", "error")
         return
-    status = os.statvfs(SHARED_MEMORY)
-    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    total, _, free = shutil.disk_usage(SHARED_MEMORY)
     sizes = f"{_mib(free)} of {_mib(total)} MiB free in {SHARED_MEMORY}"
     needed = subject.processes * _NCCL_BYTES
     advice = "docker run --shm-size=16g or --ipc=host; Kubernetes: an emptyDir with medium: Memory mounted there"
@@ -106,32 +154,16 @@ def _mib(count: int) -> str:
 
 def open_files(subject: Subject) -> Iterator[Finding]:
     """Whether a process may open as many files as it has connections and data files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = {resource.RLIM_INFINITY: sys.maxsize}
+    soft, hard = (unlimited.get(limit, limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     sources = 0 if subject.config is None else 2 * len(training_sources(subject.config))
     needed = _FILES + _FILES_OF_A_PROCESS * (subject.world_size - 1) + sources
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        shown = "any number" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-        yield Finding(f"a process may open {shown}")
+    if soft >= needed:
+        yield Finding(f"a process may open {soft:,}")
         return
-    raised = f"`ulimit -n {needed}`" if hard == resource.RLIM_INFINITY or hard >= needed else "a higher hard limit"
+    raised = f"`ulimit -n {needed}`" if hard >= needed else "a higher hard limit"
     yield Finding(
         f"a process may open {soft:,}, and a run of {counted(subject.world_size, 'process')} needs about {needed:,}; "
         f"set {raised} where the run is started (docker run --ulimit nofile=65536)",
         "error" if soft < _FILES else "warning",
     )
-
-
-def locked_memory(subject: Subject) -> Iterator[Finding]:
-    """Whether InfiniBand, where there is any, may register memory."""
-    devices = Path("/sys/class/infiniband")
-    if not devices.is_dir() or not any(devices.iterdir()):
-        return
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        yield Finding("unlimited, as InfiniBand needs it")
-    else:
-        yield Finding(
-            f"{soft // 1024:,} KiB may be locked, and InfiniBand registers its buffers; `ulimit -l unlimited` "
-            "(docker run --ulimit memlock=-1)",
-            "warning",
-        )

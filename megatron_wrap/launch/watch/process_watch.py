@@ -7,25 +7,33 @@ import contextlib
 import datetime
 import json
 import os
-import select
+import queue
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.watch.progress import Silence, Stall
-from megatron_wrap.launch.watch.records import ENDS, FLIGHT_RECORDER, ProcessRecords
+from megatron_wrap.launch.watch.records import ENDS, FLIGHT_RECORDER, Ending, ProcessRecords
+from megatron_wrap.metrics.phases import DATA, GRADIENTS, LOSS, OPTIMIZER
 from megatron_wrap.platform.base.machine import how_it_ended, process_state
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 FAILURE = "failure.json"
 """Name of the report in the output folder."""
 _TICK_SECONDS, _START_TICK_SECONDS = 1.0, 0.1
 """Between two looks; the second until all processes are known."""
+_SIMULTANEOUS_SECONDS = 1.0
+"""Within which the errors of processes that lost one may be recorded before its end is noticed."""
+_DATA, *_REST = (name.removeprefix("megatron_wrap::") for name in (DATA, GRADIENTS, LOSS, OPTIMIZER))
+_IN_A_STEP = {_DATA, *_REST}
+"""Phases as `current_phase` returns them."""
 
 
 class ProcessWatch:
@@ -33,32 +41,31 @@ class ProcessWatch:
     before the end of the run, and reports failures.
 
     Args:
-        folder: in which the processes write.
+        records: what the processes write.
         ranks: their global ranks.
         report: path of `failure.json`; an earlier one is removed.
         seconds: without a heartbeat after which a process counts as stopped, and without progress in a step after which
             one counts as stuck (`Stall`); None: any number.
         is_alone: there is no other node.
-        own_exit_codes: of `ProcessRecords`.
     """
 
     def __init__(
         self,
-        folder: Path,
+        records: ProcessRecords,
         ranks: range,
         report: Path,
         seconds: float | None,
         is_alone: bool = True,
-        own_exit_codes: bool = True,
     ) -> None:
         self._ranks, self._report, self._seconds, self._is_alone = ranks, report, seconds, is_alone
-        self._records = ProcessRecords(folder, own_exit_codes)
+        self._records = records
         self._stopped: tuple[int, str] | None = None
         self.first_end: tuple[int, float] | None = None
         """The first process that ended other than a run ends, and when, by `time.time()`."""
         self.held: set[int] = set()
         """Processes that had recorded the end of the run, did not end, and were killed."""
-        self._closed, self._close = os.pipe()
+        self._ends: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
+        """Rank and exit code of each process that has ended; None: the watch ends."""
         with contextlib.suppress(OSError):
             report.unlink()
         for rank in ranks:
@@ -68,12 +75,9 @@ class ProcessWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch."""
-        if self._close >= 0:
-            os.close(self._close)
-            self._close = -1
-            self._thread.join()
-            os.close(self._closed)
+        """End the watch; a second call does nothing."""
+        self._ends.put(None)
+        self._thread.join()
 
     def failed(
         self,
@@ -120,33 +124,37 @@ class ProcessWatch:
 
     def _watch(self) -> None:
         """The time between two looks counts at most twice a tick: this process itself may have been stopped."""
-        ends, silence, stall = _Ends(self._closed), Silence(), Stall(self._seconds or 0.0)
+        silence, stall, known = Silence(), Stall(self._seconds or 0.0), set[int]()
         before, finished_seconds = time.monotonic(), 0.0
-        with contextlib.closing(ends):
-            while True:
-                seconds = _TICK_SECONDS if ends.num_known == len(self._ranks) else _START_TICK_SECONDS
-                failed = next((end for end in ends.wait(seconds) if self._has_failed(*end)), None)
-                if failed is not None and self._stopped is None:
-                    self._failed_first(*failed)
-                if failed is not None or ends.is_closed:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                end = self._ends.get(timeout=_TICK_SECONDS if len(known) == len(self._ranks) else _START_TICK_SECONDS)
+                if end is not None and self._has_failed(*end) and self._stopped is None:
+                    self._failed_first(*end)
+                if end is None or self._has_failed(*end):
                     return
-                now = time.monotonic()
-                passed, before = min(now - before, 2 * _TICK_SECONDS), now
-                states = {rank: self._records.state(rank) for rank in self._ranks}
-                for rank, state in states.items():
-                    if state is not None:
-                        ends.add(rank, int(state["process"]))
-                silent = silence.longest({rank: self._records.beat(rank) for rank in self._ranks}, passed)
-                if self._seconds is None or self._end_silent(silent):
-                    continue
-                if all(self._records.has_finished(rank) for rank in self._ranks):
-                    finished_seconds += passed
-                    if finished_seconds >= self._seconds:
-                        self._end_held(finished_seconds)
-                    continue
-                stuck_seconds = stall.update(list(states.values()), passed)
-                if stuck_seconds is not None:
-                    self._end_stuck(stuck_seconds)
+            now = time.monotonic()
+            passed, before = min(now - before, 2 * _TICK_SECONDS), now
+            states = {rank: self._records.state(rank) for rank in self._ranks}
+            for rank, state in states.items():
+                if state is not None and rank not in known:
+                    known.add(rank)
+                    waiting = threading.Thread(target=self._wait_for, args=(rank, state["process"]), daemon=True)
+                    waiting.start()
+            silent = silence.longest({rank: self._records.beat(rank) for rank in self._ranks}, passed)
+            if self._seconds is None or self._end_silent(silent):
+                continue
+            if all(self._records.has_finished(rank) for rank in self._ranks):
+                finished_seconds += passed
+                if finished_seconds >= self._seconds:
+                    self._end_held(finished_seconds)
+                continue
+            stuck_seconds = stall.update(list(states.values()), passed)
+            if stuck_seconds is not None:
+                self._end_stuck(stuck_seconds)
+
+    def _wait_for(self, rank: int, process: int) -> None:
+        self._ends.put((rank, _exit_code(process)))
 
     def _has_failed(self, rank: int, exit_code: int | None) -> bool:
         """Whether a process has ended otherwise than a run does, or by the decision of a user's program."""
@@ -170,7 +178,7 @@ class ProcessWatch:
         for rank in self._ranks:
             if self._records.process(rank) is not None:
                 self.held.add(rank)
-                location = self._records.any_location(rank)
+                location = self._records.location(rank, of_main_thread=False)
                 sys.stderr.write(
                     f"warning: rank {rank} has not ended for {seconds:.0f} s after its run"
                     f"{f'; it is in {location}' if location else ''}; it was killed, and the run is complete\n"
@@ -214,68 +222,83 @@ class ProcessWatch:
                 os.kill(process, signal.SIGKILL)
 
 
-class _Ends:
-    """Waits for the end of processes, and for that of the watch.
-
-    Args:
-        closed: descriptor that becomes readable when the watch ends.
-    """
-
-    def __init__(self, closed: int) -> None:
-        self._closed, self._poll = closed, select.poll()
-        self._poll.register(closed, select.POLLIN)
-        self._ranks: dict[int, int] = {}
-        self._known: set[int] = set()
-        self._ended: list[tuple[int, int | None]] = []
-        self.is_closed = False
-
-    @property
-    def num_known(self) -> int:
-        """Processes that were added."""
-        return len(self._known)
-
-    def add(self, rank: int, process: int) -> None:
-        """Wait for the end of this process as well."""
-        if rank not in self._known:
-            self._known.add(rank)
-            with contextlib.suppress(OSError):
-                try:
-                    descriptor = os.pidfd_open(process)
-                except ProcessLookupError:
-                    self._ended.append((rank, None))
-                    return
-                self._ranks[descriptor] = rank
-                self._poll.register(descriptor, select.POLLIN)
-
-    def wait(self, seconds: float) -> list[tuple[int, int | None]]:
-        """Wait at most that long; returns rank and exit code of processes that have just ended, before torchrun's agent
-        learns of it. The code is negative for a signal, and None if the agent was faster."""
-        ended, self._ended = self._ended, []
-        for descriptor, _ in self._poll.poll(0 if ended else 1000 * seconds):
-            if descriptor == self._closed:
-                self.is_closed = True
-                continue
-            self._poll.unregister(descriptor)
-            ended.append((self._ranks.pop(descriptor), _exit_code(descriptor)))
-            os.close(descriptor)
-        return ended
-
-    def close(self) -> None:
-        """Close the descriptors of the processes."""
-        for descriptor in self._ranks:
-            os.close(descriptor)
-        self._ranks.clear()
-
-
-def _exit_code(descriptor: int) -> int | None:
-    """Of a child, which stays one to be waited for; negative: a signal; None: it was waited for before."""
+def _exit_code(process: int) -> int | None:
+    """Wait for the end of a child, which stays one to be waited for; negative: a signal; None: torchrun's agent, which
+    asks every 0.2 s, was faster."""
     try:
-        ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     except OSError:
         return None
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return None if ended is None else ended.si_status * (1 if ended.si_code == os.CLD_EXITED else -1)
+
+
+class Silence:
+    """How long each process has given no sign of life."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._last: dict[int, int] = {}
+
+    def longest(self, beats: Mapping[int, int | None], passed: float) -> tuple[int, float] | None:
+        """The rank that has been silent for the longest time, and its seconds."""
+        for rank, beat in beats.items():
+            if beat is not None:
+                self._seconds[rank] = self._seconds.get(rank, 0.0) + passed if self._last.get(rank) == beat else 0.0
+                self._last[rank] = beat
+        return max(self._seconds.items(), key=lambda entry: entry[1], default=None)
+
+
+class Stall:
+    """How long all processes of this node have been in a step in which none makes progress.
+
+    Steps differ: a limit counts as exceeded after `seconds` and after ten times the longest pause since the second
+    step; in the first two, in which kernels are compiled, and while a process is in the phase data, after ten minutes.
+
+    Args:
+        seconds: the limit.
+    """
+
+    _FIRST_STEPS, _LONG_SECONDS, _TIMES = 2, 600.0, 10
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._longest, self._quiet = seconds, 0.0, 0.0
+        self._first: int | None = None
+        self._iteration: int | None = None
+        self._last: list[Any] = []
+
+    def update(self, states: Sequence[Mapping[str, Any] | None], passed: float) -> float | None:
+        """The seconds without progress if they are too many.
+
+        Args:
+            states: what each process last wrote.
+            passed: seconds since the last call.
+        """
+        last, self._last = self._last, [_progress(state) for state in states]
+        iterations = [state.get("iteration") for state in states if state is not None]
+        if None in iterations or len(iterations) < len(states):
+            return None
+        iteration = min(number for number in iterations if number is not None)
+        self._first = iteration if self._first is None else self._first
+        before, self._iteration = self._iteration, iteration
+        if self._last != last:
+            self._longest = max(self._longest, self._quiet if before is not None and before > self._first else 0.0)
+            self._quiet = 0.0
+            return None
+        phases = {state.get("phase") for state in states if state is not None}
+        if not phases <= _IN_A_STEP:
+            self._quiet = 0.0  # an evaluation, a save, or the user's own program
+            return None
+        self._quiet += passed
+        is_long = iteration < self._first + self._FIRST_STEPS or _DATA in phases
+        limit = max(self._seconds, self._TIMES * self._longest, self._LONG_SECONDS if is_long else 0.0)
+        if self._quiet < limit:
+            return None
+        seconds, self._quiet = self._quiet, 0.0
+        return seconds
+
+
+def _progress(state: Mapping[str, Any] | None) -> Any:
+    return None if state is None else (state.get("iteration"), state.get("phase"), state.get("progress"))
 
 
 def cause_of(exit_code: int) -> str:
@@ -292,3 +315,30 @@ def _where(state: Mapping[str, Any]) -> str:
     if state.get("phase"):
         parts.append(str(state["phase"]))
     return f" ({', '.join(parts)})"
+
+
+def error_of(ending: Ending | None, failure: ProcessFailure | None) -> tuple[str, str]:
+    """Message and traceback of a process's error, as `exit_on_user_error` or torch's `record` has left it."""
+    if ending is not None or failure is None or not isinstance(failure.message, dict):
+        return ("", "") if ending is None else (ending.message, ending.traceback)
+    return str(failure.message.get("message", "")), str(failure.message.get("extraInfo", {}).get("py_callstack", ""))
+
+
+def first_failure(
+    failed: Mapping[int, int],
+    failures: Mapping[int, ProcessFailure],
+    records: ProcessRecords,
+    first_end: tuple[int, float] | None,
+) -> int:
+    """The rank that left without an error, since the others' errors follow from that; else the one whose error was
+    recorded first; else torchrun's first failure that its agent did not cause."""
+    errors = {rank: each.time for rank in failed if (each := records.ending(rank)) is not None and each.message}
+    if first_end is not None:
+        rank, at = first_end
+        is_consequence = failed.get(rank) in (None, -signal.SIGTERM, -signal.SIGABRT)  # of torchrun's agent, of NCCL
+        if rank not in errors and not is_consequence and at < min(errors.values(), default=at) + _SIMULTANEOUS_SECONDS:
+            return rank
+    if errors:
+        return min(errors, key=lambda rank: errors[rank])
+    by_themselves = [rank for rank, code in failed.items() if code != -signal.SIGTERM]
+    return min(by_themselves or failed, key=lambda rank: failures[rank].timestamp if rank in failures else 0)

@@ -172,33 +172,24 @@ class ProcessRecords:
         """Whether a process waits for others, by what `collect` has read of it."""
         if self.pending.get(rank):
             return True
-        return any(part in stack[0]["file"] for stack in self._threads(rank) for part in _WAITING)
+        innermost = (_FRAME.search(thread) for thread in self.stacks.get(rank, "").split("\n\n"))
+        return any(part in frame["file"] for frame in innermost if frame is not None for part in _WAITING)
 
-    def location(self, rank: int) -> str:
-        """Where a process is, as text: file, line and function outside of Python's own library; empty if it has
-        written no stack."""
-        # a signal to a process is handled by its main thread; stacks of the others, which run on, may be torn
-        stack = self.stacks.get(rank, "").partition("Current thread ")[2].partition("\n\n")[0]
-        frames = list(_FRAME.finditer(stack))
-        return _outside_of_python(frames) or (_text(frames[0]) if frames else "")
+    def location(self, rank: int, of_main_thread: bool = True) -> str:
+        """Where a process is, as text: file, line and function outside of Python's own library, else within it; empty
+        if it has written no stack.
 
-    def any_location(self, rank: int) -> str:
-        """As `location`, of the first thread that is outside of Python's own library."""
-        return _outside_of_python([frame for thread in self._threads(rank) for frame in thread])
-
-    def _threads(self, rank: int) -> list[list[re.Match[str]]]:
-        """The frames of each thread, the innermost first."""
-        blocks = [list(_FRAME.finditer(block)) for block in self.stacks.get(rank, "").split("\n\n")]
-        return [block for block in blocks if block]
-
-
-def _outside_of_python(frames: list[re.Match[str]]) -> str:
-    """The first location outside of Python's own library; empty: there is none."""
-    return next((_text(frame) for frame in frames if not _is_of_python(frame["file"])), "")
-
-
-def _text(frame: re.Match[str]) -> str:
-    return f"{frame['file']}, line {frame['line']}, in {frame['function']}"
+        Args:
+            of_main_thread: False: of the first thread that is outside of Python's own library; empty: none is.
+        """
+        text = self.stacks.get(rank, "")
+        if of_main_thread:
+            # a signal to a process is handled by its main thread; stacks of the others, which run on, may be torn
+            text = text.partition("Current thread ")[2].partition("\n\n")[0]
+        frames = list(_FRAME.finditer(text))
+        outside = [frame for frame in frames if not _is_of_python(frame["file"])]
+        chosen = outside or (frames if of_main_thread else [])
+        return "{file}, line {line}, in {function}".format(**chosen[0].groupdict()) if chosen else ""
 
 
 def _is_of_python(file: str) -> bool:

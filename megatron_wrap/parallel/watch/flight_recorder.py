@@ -30,7 +30,6 @@ def written_into(folder: Path) -> Iterator[None]:
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,  # its name in earlier releases of torch
     }
     missing = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(missing)
@@ -42,21 +41,14 @@ def written_into(folder: Path) -> Iterator[None]:
 
 
 def record() -> bytes | None:
-    """What was recorded in this process, in torch's format; None: nothing, or torch has no record."""
+    """What was recorded in this process, in torch's format; None: nothing."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         return None
-    functions = torch_functions()
-    return bytes(functions[0]()) if functions else None
-
-
-def torch_functions() -> list[Any]:
-    """torch's functions that return the record: of all backends, or of NCCL alone in earlier releases."""
     from torch._C import _distributed_c10d as c10d
 
-    names = ("_dump_fr_trace", "_dump_nccl_trace")
-    return [getattr(c10d, name) for name in names if hasattr(c10d, name)]
+    return bytes(c10d._dump_fr_trace())  # type: ignore[attr-defined]
 
 
 def pending(content: bytes) -> list[str]:

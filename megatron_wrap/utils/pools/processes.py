@@ -87,18 +87,6 @@ class ProcessPool(Generic[Item, Result]):
             raise _death() from None
 
 
-@contextlib.contextmanager
-def in_another_process(function: Callable[[], Result]) -> Iterator[Callable[[], Result]]:
-    """Call `function` in a forked process while the body runs; yields what waits for its result, or raises its error.
-    See `ProcessPool` for what the function may use."""
-    pool: ProcessPool[None, Result] = ProcessPool(lambda _: function(), 1)
-    try:
-        future = pool._submit(None)
-        yield lambda: pool._result(future)
-    finally:
-        pool.close()
-
-
 def _death() -> DataError:
     return DataError(
         "a worker process was killed, as the kernel does when memory runs out; run the same command again, with fewer "

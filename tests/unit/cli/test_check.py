@@ -14,7 +14,7 @@ from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config, write_resolved
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import MegatronWrapError
-from megatron_wrap.launch.local import launcher
+from megatron_wrap.launch import local
 
 RUN = (
     (Path(__file__).parents[1] / "small_run.yaml").read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def test_check_and_train_report_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepare()
-    monkeypatch.setattr(launcher, "launch_processes", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(local, "launch_processes", lambda *_: pytest.fail("processes were started"))
     files = sorted(Path().rglob("*"))
     assert main(["train", "run.yaml", *arguments]) == 2
     message = capsys.readouterr().err.removeprefix("error: ").rstrip("\n")
@@ -229,7 +229,7 @@ def test_a_flow_of_a_script_is_not_looked_up(capsys: pytest.CaptureFixture[str])
 def test_a_dry_run_prints_the_report_and_what_would_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "launch_processes", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(local, "launch_processes", lambda *_: pytest.fail("processes were started"))
     assert main(["train", "run.yaml", "--dry-run", "--nproc-per-node", "2", f"{TRAIN}.seed=3"]) == 0
     *_, summary, command = capsys.readouterr().out.splitlines()
     assert summary == "no errors"

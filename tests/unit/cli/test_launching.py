@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.cli.main import main
-from megatron_wrap.launch.local import launcher
+from megatron_wrap.launch import local
 
 ROOT = Path(__file__).parents[3]
 CONFIG, COMMON = "configs/tiny-llama-mock.yaml", "megatron_wrap.launch.common"
@@ -17,7 +17,7 @@ TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(launcher, "launch_processes", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(local, "launch_processes", lambda *_: pytest.fail("processes were started"))
     for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GPUS_PER_NODE", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
 

@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.launch.doctor.checks import Answer
-from megatron_wrap.launch.doctor.nodes import NodeAnswers, merged
+from megatron_wrap.launch.doctor.checks import Answer, NodeAnswers, merged
 from megatron_wrap.parallel import nodes
 from megatron_wrap.parallel.nodes import Node, check_versions, differing_indices
 

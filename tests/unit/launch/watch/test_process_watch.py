@@ -16,8 +16,7 @@ import pytest
 from _forked import run_forked
 from torch.distributed.flight_recorder.components import loader
 
-from megatron_wrap.launch.watch.process_watch import ProcessWatch
-from megatron_wrap.launch.watch.progress import Stall
+from megatron_wrap.launch.watch.process_watch import ProcessWatch, Stall
 from megatron_wrap.launch.watch.records import ProcessRecords
 from megatron_wrap.parallel.watch import flight_recorder
 from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER, record_end
@@ -38,7 +37,7 @@ def test_a_failure_is_reported_with_what_each_process_said_last(tmp_path: Path) 
     report = tmp_path / "outputs" / "failure.json"
     report.parent.mkdir()
     report.write_text("of an earlier run")
-    watch = ProcessWatch(tmp_path, range(2), report, None)
+    watch = ProcessWatch(ProcessRecords(tmp_path), range(2), report, None)
     assert not report.exists()
     heartbeat = Heartbeat(tmp_path, 0, lambda: (3, "optimizer"))
     state = tmp_path / "rank_0.json"
@@ -59,14 +58,14 @@ def test_a_failure_is_reported_with_what_each_process_said_last(tmp_path: Path) 
 
 def test_a_signal_is_the_cause_only_of_a_process_that_has_recorded_no_error(tmp_path: Path) -> None:
     for message, cause in (("message of the error", "ended with exit code 1"), ("", "was ended by SIGTERM")):
-        watch = ProcessWatch(tmp_path, range(2), tmp_path / "failure.json", None)
+        watch = ProcessWatch(ProcessRecords(tmp_path), range(2), tmp_path / "failure.json", None)
         assert f") {cause}; " in watch.failed({0: 1, 1: -signal.SIGTERM}, 1, message)
 
 
 def test_a_killed_process_leaves_the_stacks_of_the_others_and_one_that_ends_well_does_not(tmp_path: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", PROCESS, str(tmp_path), str(rank)]) for rank in range(3)]
     report = tmp_path / "failure.json"
-    watch = ProcessWatch(tmp_path, range(3), report, 5)
+    watch = ProcessWatch(ProcessRecords(tmp_path), range(3), report, 5)
     try:
         while not all((tmp_path / f"rank_{rank}.json").exists() for rank in range(3)):
             time.sleep(0.05)
@@ -145,7 +144,7 @@ def test_a_stopped_process_is_named_and_killed_and_the_others_show_their_stacks(
     try:
         while not all((tmp_path / f"rank_{rank}.json").exists() for rank in range(2)):
             time.sleep(0.05)
-        watch = ProcessWatch(tmp_path, range(2), tmp_path / "failure.json", 5)
+        watch = ProcessWatch(ProcessRecords(tmp_path), range(2), tmp_path / "failure.json", 5)
         os.kill(stopped.pid, signal.SIGSTOP)
         assert stopped.wait(60) == -signal.SIGKILL
         sentence = watch.failed({0: 1, 1: -9}, 0, "")

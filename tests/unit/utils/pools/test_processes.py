@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.errors import DataError
-from megatron_wrap.utils.pools.processes import ProcessPool, in_another_process
+from megatron_wrap.utils.pools.processes import ProcessPool
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,19 +50,6 @@ def test_results_come_in_the_order_of_the_items_and_few_are_read_ahead(count: in
 class Odd(Exception):
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} {second}")
-
-
-def test_a_call_beside_the_body_returns_or_raises_when_it_is_waited_for():
-    with in_another_process(os.getpid) as wait:
-        process = wait()
-    assert process != os.getpid()
-    assert not is_running(process)
-
-    def fails() -> None:
-        raise DataError("row 3")
-
-    with in_another_process(fails) as wait, pytest.raises(DataError, match="row 3"):
-        wait()
 
 
 @pytest.mark.parametrize(("error", "expected"), [(DataError("row 3"), DataError), (Odd(3, 4), RuntimeError)])

@@ -14,11 +14,11 @@ import pytest
 from _interpreters import forked_interpreters
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.launch.local.agent import launch_processes
-from megatron_wrap.launch.local.nodes import Nodes
-from megatron_wrap.launch.local.signals import LauncherSignals
+from megatron_wrap.launch.agent import launch_processes
+from megatron_wrap.launch.nodes import Nodes
+from megatron_wrap.launch.signals import LauncherSignals
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 RUN = """
 import os, sys, threading, time
 from megatron_wrap.metrics.phases import current_phase, doing

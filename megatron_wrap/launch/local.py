@@ -7,29 +7,16 @@ import sys
 from pathlib import Path
 
 from megatron_wrap.config import RunConfig
-from megatron_wrap.launch.contract.launcher import Ended, Launch, Program
+from megatron_wrap.launch.agent import launch_processes, python_call, python_statement
+from megatron_wrap.launch.contract import Ended, Launch, Program
 from megatron_wrap.launch.doctor.catalogue import quick_answers
 from megatron_wrap.launch.doctor.checks import Subject
-from megatron_wrap.launch.local.agent import launch_processes, python_call, python_statement
-from megatron_wrap.launch.local.nodes import Nodes, nodes_of
-from megatron_wrap.launch.local.signals import LauncherSignals
+from megatron_wrap.launch.nodes import MEETING_PORT, Nodes, nodes_of
+from megatron_wrap.launch.signals import LauncherSignals
 from megatron_wrap.metrics.number_format import counted
 
 _RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 """Runs a file with the working directory on sys.path, as `python -m` does, so that it may contain my_module:MyFlow."""
-
-
-def subject_of(config: RunConfig | None, nodes: Nodes) -> Subject:
-    """What `megatron-wrap doctor` examines on this node."""
-    return Subject(
-        config,
-        nodes.processes_per_node,
-        nodes.world_size,
-        nodes.num_nodes,
-        nodes.node_rank,
-        nodes.master_address,
-        nodes.master_port,
-    )
 
 
 def warn_about_node(config: RunConfig, nodes: Nodes) -> None:
@@ -38,7 +25,8 @@ def warn_about_node(config: RunConfig, nodes: Nodes) -> None:
     Raises:
         PlatformError: the run cannot succeed here.
     """
-    for warning in quick_answers(subject_of(config, nodes)):
+    subject = Subject(config, nodes.processes_per_node, nodes.world_size, nodes.num_nodes)
+    for warning in quick_answers(subject):
         sys.stderr.write(f"warning: {warning.name}: {warning.text}\n")
 
 
@@ -46,15 +34,15 @@ class LocalLauncher:
     """Torchrun's agent on this node; on several, one of the agents that find each other by torchrun's variables."""
 
     def world_size(self, launch: Launch) -> int:
-        """See `Launcher`."""
-        return _nodes(launch).world_size
+        """See `Launcher`; the address of the first node may still be missing."""
+        return _nodes(launch, starts=False).world_size
 
     def preview(self, launch: Launch) -> str:
         """The command of torchrun that starts the same processes."""
         nodes, program = _nodes(launch), launch.program
         where = ["--standalone"]
         if nodes.num_nodes > 1:
-            address = f"--master-addr {nodes.master_address} --master-port {nodes.master_port or 29500}"
+            address = f"--master-addr {nodes.master_address} --master-port {nodes.master_port or MEETING_PORT}"
             if nodes.rendezvous_id is not None:
                 address = f"--rdzv-backend c10d --rdzv-endpoint {nodes.master_address}:{nodes.master_port}"
                 address += f" --rdzv-id {nodes.rendezvous_id}"
@@ -88,16 +76,13 @@ class LocalJob:
         """See `Job`."""
         config, nodes = self._launch.config, self._nodes
         program, own_exit_codes = _python_arguments(self._launch.program), self._launch.program.script is not None
-        if not self._launch.saves_on_signals:
-            exit_code = launch_processes(nodes, program, config, own_exit_codes=own_exit_codes)
-            return Ended(exit_code, exit_code == 0 and nodes.node_rank == 0)
         with LauncherSignals(config.train.stop_within_seconds) as signals:
             exit_code = launch_processes(nodes, program, config, signals, own_exit_codes=own_exit_codes)
             return Ended(exit_code, exit_code == 0 and not signals.stopped and nodes.node_rank == 0)
 
 
-def _nodes(launch: Launch) -> Nodes:
-    return nodes_of(launch.config, launch.processes_per_node, launch.num_nodes, launch.rendezvous)
+def _nodes(launch: Launch, starts: bool = True) -> Nodes:
+    return nodes_of(launch.config, launch.processes_per_node, launch.num_nodes, launch.rendezvous, starts=starts)
 
 
 def _python_arguments(program: Program) -> list[str]:
@@ -110,6 +95,6 @@ def _python_arguments(program: Program) -> list[str]:
 
 def _default_script() -> Path:
     """examples/train.py of the installed package; in a checkout, the file next to the package."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     installed = package / "examples" / "train.py"
     return installed if installed.is_file() else package.parent / "examples" / "train.py"

@@ -10,10 +10,10 @@ from _kubectl import StubKubectl, pod, train_job
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.main import main
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.launch.kubernetes import launcher
-from megatron_wrap.launch.local.nodes import Nodes, nodes_of
+from megatron_wrap.launch import kubernetes
+from megatron_wrap.launch.nodes import Nodes, nodes_of
 
-CONFIG = Path(__file__).parents[4] / "configs" / "tiny-llama-mock.yaml"
+CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-mock.yaml"
 SAVED = "stopped by SIGTERM after iteration 4 of 10"
 """A line of a run."""
 
@@ -21,7 +21,7 @@ SAVED = "stopped by SIGTERM after iteration 4 of 10"
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Plays a job's life, and returns the exit code of the command that submits and follows it, and the calls."""
-    monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(kubernetes, "_POLL_SECONDS", 0.01)
 
     numbers = iter(range(9))
 
@@ -57,7 +57,7 @@ def test_a_run_is_followed_over_an_interruption_to_its_end(command, capfd):
     assert "pod-0-0 ended with exit code 75" in errors
     applied = [call for call in calls if "apply" in call]
     assert [call[:2] for call in applied] == [["--namespace", "research"]]
-    assert Path(applied[0][-1]).name == "trainjob.yaml"
+    assert Path(applied[0][4]).name == "trainjob.yaml"
     assert not [call for call in calls if "delete" in call]
 
 
@@ -74,7 +74,7 @@ def test_the_exit_code_of_a_failed_run_is_that_of_the_pod_that_failed_first(comm
     assert "out of memory" in output
     assert "pod-1-1 ended with exit code 137 (OOMKilled)" in errors.splitlines()[-1]
     assert "jobset failed" in errors.splitlines()[-1]
-    assert calls[-1][2:] == ["logs", "--tail", "30", "pod-1-1"]
+    assert calls[-1][2:6] == ["logs", "--tail", "30", "pod-1-1"]
 
 
 def test_a_wrong_input_ends_with_its_exit_code(command, capfd):
@@ -125,21 +125,20 @@ def test_without_kubectl_there_is_one_error_and_the_manifest_can_be_written(tmp_
 
 
 def test_a_connection_that_fails_while_waiting_is_tried_again(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(launcher, "_POLL_SECONDS", 0)
+    monkeypatch.setattr(kubernetes, "_POLL_SECONDS", 0)
 
     class Kubectl:
         answers = iter([PlatformError("no route"), train_job(), PlatformError("no route"), train_job("Complete")])
 
-        def get(self, kind, name):
+        def get(self, kind, *words):
+            if kind == "pods":
+                return {"items": []}
             answer = next(self.answers)
             if isinstance(answer, Exception):
                 raise answer
             return answer
 
-        def list(self, kind, selector):
-            return []
-
-    assert launcher.KubernetesJob(Kubectl(), "run", tmp_path).wait() == (0, True)
+    assert kubernetes.KubernetesJob(Kubectl(), "run", tmp_path).wait() == (0, True)
     assert capfd.readouterr().err.count("no route") == 1
 
 

@@ -16,7 +16,8 @@ folder = Path({folder!r})
 with (folder / "calls.jsonl").open("a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
 play = json.loads((folder / "play.json").read_text())
-words = sys.argv[3:] if sys.argv[1] == "--namespace" else sys.argv[1:]
+words = [word for word in sys.argv[1:] if not word.startswith("--request-timeout=")]
+words = words[2:] if words[0] == "--namespace" else words
 verb = words[0]
 if verb in play["errors"]:
     sys.exit(play["errors"][verb])

@@ -9,7 +9,7 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from megatron_wrap.launch.local.signals import LauncherSignals, exit_code_of
+from megatron_wrap.launch.signals import LauncherSignals, exit_code_of
 from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER, READY, REQUEST, STOPPED
 
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.derived import processes_needed
 from megatron_wrap.errors import LayoutError
-from megatron_wrap.launch.contract.launcher import Rendezvous
+from megatron_wrap.launch.contract import Rendezvous
 from megatron_wrap.platform.base.machine import visible_gpus
+
+MEETING_PORT = 29500
+"""Of node 0, at which the nodes meet: that of torchrun."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class Nodes:
     def world_size(self) -> int:
         """Processes of the whole run."""
         return self.processes_per_node * self.num_nodes
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of the processes of this node."""
+        first = self.node_rank * self.processes_per_node
+        return range(first, first + self.processes_per_node)
 
 
 def nodes_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from kubeflow_trainer_api import models
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract.launcher import Launch, Program
-from megatron_wrap.launch.kubernetes.launcher import KubernetesLauncher
+from megatron_wrap.launch.contract import Launch, Program
+from megatron_wrap.launch.kubernetes import KubernetesLauncher
+from megatron_wrap.launch.kubernetes_manifest import _text, _yaml
 
-CONFIG = Path(__file__).parents[4] / "configs" / "tiny-llama-mock.yaml"
+CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-mock.yaml"
 KEYS, TRAIN = "megatron_wrap.launch.kubernetes", "megatron_lm.train.common"
 MODELS = {
     "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
@@ -96,6 +98,20 @@ def test_settings_reach_their_fields(tmp_path):
     assert {"name": "FLAG", "value": "1"} in container["env"]
 
 
+def test_the_settings_of_the_page_are_those_of_a_run(tmp_path):
+    text = (CONFIG.parents[1] / "docs" / "cluster.md").read_text(encoding="utf-8")
+    blocks = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S))
+    (block,) = [block for block in blocks if "kubernetes" in block["megatron_wrap"]["launch"]]
+    run = yaml.safe_load(CONFIG.read_text())
+    run["megatron_wrap"] |= block["megatron_wrap"]
+    run["megatron_lm"]["train"]["common"] |= block["megatron_lm"]["train"]["common"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    job = documents(tmp_path, config=tmp_path / "run.yaml")["TrainJob"]
+    assert job["spec"]["trainer"]["resourcesPerNode"]["limits"]["rdma/ib"] == 8
+    config = read_run(tmp_path / "run.yaml")
+    assert (config.launch.launcher, config.launch.nodes) == ("kubernetes", 2)
+
+
 def test_pods_get_the_yaml_its_overlay_and_the_overrides(tmp_path):
     config = tmp_path / "My run_2.yaml"
     shutil.copy(CONFIG, config)
@@ -124,6 +140,17 @@ def test_pods_get_the_yaml_its_overlay_and_the_overrides(tmp_path):
 def test_no_variable_of_kubernetes_is_replaced_in_the_command(tmp_path):
     words = documents(tmp_path, f"{TRAIN}.save=s3://bucket/$(HOME)")["TrainJob"]["spec"]["trainer"]["command"]
     assert f"{TRAIN}.save=s3://bucket/$$(HOME)" in words
+
+
+WORDS = ["word", "a/b:c", "on", "No", "null", "~", "1", "0x1f", "1e3", "2026-11-24", "é", "y"]
+SIGNS = ["", " ", "a: b", "- a", "# a", "a #b", '"']
+BLOCKS = ["a\nb", "a\nb\n", "a\n\n\n", "  a\n b\n", "a\n\tb: 'c'\n\n", "\na\n", "a\x07\nb", "a: null\n\n# b\u2028c\n"]
+
+
+@pytest.mark.parametrize("text", [*WORDS, *SIGNS, *BLOCKS, "# a\n\nb:\n  c: null\n"])
+def test_every_text_is_read_back(text):
+    document = f"data:\n  {_yaml(text)}: {_text(text)}\n  list: {_yaml([text, {'nested': text}])}\n"
+    assert yaml.safe_load(document) == {"data": {text: text, "list": [text, {"nested": text}]}}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.hidden_secrets import without_secrets
-from megatron_wrap.launch.contract.logs import show_from
+from megatron_wrap.launch.contract import show_from
 from megatron_wrap.parallel.watch.interrupts import RESUME
 from megatron_wrap.utils.atomic_write import write_atomically
 
@@ -39,8 +38,6 @@ class SubmittedJob:
     """A job as it was submitted."""
 
     id: str
-    cluster: str
-    """Empty: the one of the environment."""
     name: str
     output: str
     """The run's output folder."""
@@ -51,7 +48,8 @@ class SubmittedJob:
     def logs(self) -> list[Path]:
         """The files of what its script and its nodes print, as far as they exist."""
         folder = Path(self.output, "logs")
-        return [folder / f"slurm-{self.id}.log", *sorted(folder.glob(f"slurm-{self.id}-node*.log"), key=_node)]
+        of_nodes = sorted(folder.glob(f"slurm-{self.id}-node*.log"), key=lambda file: (len(file.name), file.name))
+        return [folder / f"slurm-{self.id}.log", *of_nodes]
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def remember(job: SubmittedJob) -> None:
     folder = _records()
     folder.mkdir(parents=True, exist_ok=True)
     content = without_secrets({**asdict(job), "command": list(job.command)})
-    write_atomically(folder / f"{job.cluster}{'-' if job.cluster else ''}{job.id}.json", json.dumps(content) + "\n")
+    write_atomically(folder / f"{job.id}.json", json.dumps(content) + "\n")
 
 
 def submitted_jobs() -> list[SubmittedJob]:
@@ -111,45 +109,23 @@ def _records() -> Path:
 
 
 def states(jobs: Iterable[SubmittedJob]) -> dict[str, JobState]:
-    """Id -> state of each job: by squeue, of those that it does not list scontrol, then the exit code that the job has
-    left, then sacct where there is accounting.
+    """Id -> state of each job: by squeue, and the exit code that the job has left.
 
     Raises:
         PlatformError: Slurm's controller does not answer.
     """
-    result: dict[str, JobState] = {}
-    ids = {job.id for job in jobs}
+    listed: dict[str, JobState] = {}
     for line in slurm("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r").splitlines():
-        identity, state, reason = line.split("|", 2)
-        if identity in ids:
-            result[identity] = JobState(state, "" if reason == "None" or state != "PENDING" else reason)
-    for job in jobs:
-        known = result.get(job.id) or _of_controller(job.id)
-        code = _exit_code(job)
-        if known is None and code is None:
-            known = _of_accounting(job.id)
-        if code is not None and (known is None or known.name in ENDED):
-            name = {0: "COMPLETED", RESUME: "STOPPED"}.get(code, "FAILED")
-            known = JobState(known.name if known and known.name == "CANCELLED" else name, "", code)
-        result[job.id] = known or JobState(UNKNOWN)
-    return result
+        identity, name, reason = line.split("|", 2)
+        listed[identity] = JobState(name, "" if reason == "None" or name != "PENDING" else reason)
+    return {job.id: _with_exit_code(listed.get(job.id, JobState(UNKNOWN)), _exit_code(job)) for job in jobs}
 
 
-def _of_controller(identity: str) -> JobState | None:
-    with contextlib.suppress(PlatformError):
-        match = re.search(r"JobState=(\w+)", slurm("scontrol", "show", "job", identity))
-        return None if match is None else JobState(match[1])
-    return None
-
-
-def _of_accounting(identity: str) -> JobState | None:
-    if shutil.which("sacct") is None:
-        return None
-    with contextlib.suppress(PlatformError):
-        fields = ("--allocations", "--noheader", "--parsable2", "--format=State")
-        words = slurm("sacct", f"--jobs={identity}", *fields).split()
-        return JobState(words[0]) if words else None
-    return None
+def _with_exit_code(state: JobState, code: int | None) -> JobState:
+    if code is None or state.name not in (*ENDED, UNKNOWN):
+        return state
+    name = {0: "COMPLETED", RESUME: "STOPPED"}.get(code, "FAILED")
+    return JobState("CANCELLED" if state.name == "CANCELLED" else name, "", code)
 
 
 def _exit_code(job: SubmittedJob) -> int | None:
@@ -170,13 +146,9 @@ def last_step(job: SubmittedJob) -> dict[str, Any]:
 
 
 def last_error(job: SubmittedJob) -> str:
-    """The last line about an error that the job or one of its nodes printed; empty: there is none."""
-    for file in job.logs:
-        for line in reversed(_tail(file).splitlines()):
-            position = line.find("error: ")
-            if position >= 0 and (position == 0 or "slurm job" in line[:position] or line.startswith("slurmstepd")):
-                return line[position:]
-    return ""
+    """The last line about an error that the script of the job printed; empty: there is none."""
+    errors = re.findall(r"^(?:.*slurm job \d+: |slurmstepd: )?(error: .*)$", _tail(job.logs[0]), re.MULTILINE)
+    return errors[-1] if errors else ""
 
 
 def _tail(file: Path) -> str:
@@ -184,11 +156,6 @@ def _tail(file: Path) -> str:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return stream.read().decode(errors="replace")
     return ""
-
-
-def _node(file: Path) -> int:
-    number = re.search(r"-node(\d+)\.log$", file.name)
-    return -1 if number is None else int(number[1])
 
 
 # ---- the console ----
@@ -204,35 +171,22 @@ def follow(job: SubmittedJob) -> int:
     shown: dict[Path, int] = {}
     state, asked = JobState(""), 0.0
     try:
-        while state.name not in ENDED and state.name != UNKNOWN:
+        while state.name not in (*ENDED, UNKNOWN):
             if time.monotonic() - asked >= _STATE_SECONDS:
                 before, asked = state, time.monotonic()
                 state = states([job])[job.id]
                 if state.name == "PENDING" and state != before:
                     because = f": {state.reason}" if state.reason else ""
                     sys.stderr.write(f"job {job.id} waits in the queue{because}\n")
-            _show(job, shown)
+            shown |= {file: show_from(file, shown.get(file, 0)) for file in job.logs}
             time.sleep(_FOLLOW_SECONDS)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"job {job.id} continues; megatron-wrap jobs --follow {job.id} follows it, --cancel {job.id} stops it"
         ) from None
-    _show(job, shown)
+    for file in job.logs:
+        show_from(file, shown.get(file, 0))
     if state.exit_code is not None:
         return state.exit_code
     sys.stderr.write(f"error: job {job.id} has ended: {state.name}; its logs: {job.logs[0]}\n")
     return 1
-
-
-def _show(job: SubmittedJob, shown: dict[Path, int]) -> None:
-    for file in job.logs:
-        shown[file] = show_from(file, shown.get(file, 0))
-
-
-def cancel(job: SubmittedJob) -> None:
-    """End a job: its processes get SIGTERM, save after their step and end, for which they have Slurm's KillWait.
-
-    Raises:
-        PlatformError: Slurm refuses.
-    """
-    slurm("scancel", *([f"--clusters={job.cluster}"] if job.cluster else []), job.id)

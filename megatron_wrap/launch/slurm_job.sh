@@ -1,3 +1,46 @@
+#!/bin/bash
+# @title@
+# Written by megatron-wrap; `sbatch @file@` submits it again, and the run resumes.
+
+#SBATCH --job-name=@job_name@
+#SBATCH --chdir=@chdir@
+#SBATCH --partition=@partition@
+#SBATCH --account=@account@
+#SBATCH --time=@time_limit@
+
+# One task on each node: torchrun's agent, which starts the processes of its node.
+#SBATCH --nodes=@nodes@
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=@cores@
+#SBATCH --gpus-per-node=@gpus@
+
+# What this script prints; a job that is queued again appends to the same files.
+#SBATCH --output=@log@
+#SBATCH --open-mode=append
+
+# @signal_seconds@ s before the time limit, and only to this script.
+#SBATCH --signal=B:USR1@@signal_seconds@
+# Whether Slurm queues the job again, which then resumes, after the failure of a node.
+#SBATCH --@requeue_option@
+@sbatch_options@
+
+# ---- this run ----
+output=@output@
+shared=(@shared@)  # folders that all nodes have to see
+srun_options=(@srun_options@)
+requeue=@requeue@
+max_restarts=@max_restarts@
+port=@port@  # of the rendezvous; empty: by the number of the job
+export MEGATRON_WRAP_LAUNCHER=slurm  # that the commands for the next steps name
+@setup@
+
+# On each node.
+run_node() {
+    @python@ -m megatron_wrap.cli.main @command@ \
+        --launcher local --nodes @nodes@ --gpus-per-node @processes@ \
+        --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+}
+
 # ---- from here on, the same for every run ----
 set -u
 mkdir -p "$output/logs" "$output/slurm"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from megatron_wrap.config import RunConfig
@@ -62,8 +65,6 @@ class Launch:
     """Of the command line."""
     rendezvous: Rendezvous | None = None
     """Of the command line; for the processes of this node alone."""
-    saves_on_signals: bool = False
-    """After a signal the processes save and end by themselves; False: a signal ends them at once."""
 
     def layout(self) -> tuple[int, int]:
         """Nodes, and processes of each, where no environment of torchrun counts: by the command line, else the
@@ -117,3 +118,14 @@ class Launcher(Protocol):
         Raises:
             MegatronWrapError: the launcher is not installed, or refuses the run.
         """
+
+
+def show_from(log: Path, position: int) -> int:
+    """Write what a file has after the first `position` bytes to stderr; returns the number of bytes shown so far."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(position)
+        text = file.read()
+        sys.stderr.buffer.write(text)
+        sys.stderr.flush()
+        position += len(text)
+    return position

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.errors import LayoutError
-from megatron_wrap.launch.ray_ranks import largest_layout, workers_of_run
+from megatron_wrap.launch.ray_workers import largest_layout, workers_of_run
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-mock.yaml"
 TP2 = ["megatron_lm.model.parallel.tensor_model_parallel_size=2"]

@@ -1,1 +1,0 @@
-"""What a launcher starts, and what it returns."""

@@ -1,1 +1,0 @@
-"""`--launcher kubernetes`: TrainJobs of Kubeflow Trainer v2."""

@@ -1,1 +1,0 @@
-"""The processes of a run on this node, under torchrun's agent."""

@@ -1,1 +1,0 @@
-"""`--launcher slurm`: the job, the script that it runs, its record and its state."""
