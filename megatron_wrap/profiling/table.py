@@ -54,20 +54,13 @@ def text(report: ProfileReport) -> str:
     if len(report.ranks) > 1:
         names = [f"rank {rank}" + (" (slowest)" if rank == report.slowest else "") for rank in chosen]
         lines.append(" " * 24 + "".join(f"{name:>21}" for name in names))
-    for kind in KINDS:
-        cells = [_cell(report.ranks[rank].milliseconds[kind], report.ranks[rank].share(kind)) for rank in chosen]
-        lines.append(f"{_label(kind, report.ranks[0].on_gpu):<24}" + "".join(cells))
-    lines.append(f"{'step':<24}" + "".join(_cell(report.ranks[rank].step_ms, 1.0) for rank in chosen))
-    lines += ["", *_facts(report), *_waits(report, chosen), "", *_advice(report), *_memory_advice(report)]
+    for row in (*KINDS, "step"):
+        steps = [report.ranks[rank] for rank in chosen]
+        times = [(step.step_ms, 1.0) if row == "step" else (step.milliseconds[row], step.share(row)) for step in steps]
+        name = "idle (Python)" if row == IDLE and not steps[0].on_gpu else row
+        lines.append(f"{name:<24}" + "".join(f"{time:>11,.1f} ms {share:>6.1%}" for time, share in times))
+    lines += ["", *_facts(report), *_waits(report, chosen), "", *_advice(report)]
     return "\n".join(lines)
-
-
-def _label(kind: str, on_gpu: bool) -> str:
-    return "idle (Python)" if kind == IDLE and not on_gpu else kind
-
-
-def _cell(milliseconds: float, share: float) -> str:
-    return f"{milliseconds:>11,.1f} ms {share:>6.1%}"
 
 
 def _facts(report: ProfileReport) -> list[str]:
@@ -106,20 +99,16 @@ def _waits(report: ProfileReport, chosen: Sequence[int]) -> list[str]:
 
 
 def _advice(report: ProfileReport) -> list[str]:
-    if not report.changes:
-        return ["no change of one key could save more than 1% of the step"]
-    lines, step_ms = ["most promising:"], report.ranks[report.slowest].step_ms
-    for number, change in enumerate(report.changes, start=1):
-        share = f"{change.saves_ms:,.1f} ms ({change.saves_ms / step_ms:.1%})"
-        lines += [f"{number}. {change.override}", f"   could save at most {share} a step", f"   {change.reason}"]
-    return lines
-
-
-def _memory_advice(report: ProfileReport) -> list[str]:
-    lines = ["less memory:"] if report.memory_changes else []
-    for number, change in enumerate(report.memory_changes, start=1):
-        share = f"{change.saves_gib:,.3g} of {change.peak_gib:,.3g} GiB"
-        lines += [f"{number}. {change.override}", f"   could save at most {share}", f"   {change.reason}"]
+    step_ms = report.ranks[report.slowest].step_ms
+    faster = [
+        (change, f"{change.saves_ms:,.1f} ms ({change.saves_ms / step_ms:.1%}) a step") for change in report.changes
+    ]
+    smaller = [(change, f"{change.saves_gib:,.3g} of {change.peak_gib:,.3g} GiB") for change in report.memory_changes]
+    lines = [] if faster else ["no change of one key could save more than 1% of the step"]
+    for title, changes in (("most promising:", faster), ("less memory:", smaller)):
+        lines += [title] if changes else []
+        for number, (change, share) in enumerate(changes, start=1):
+            lines += [f"{number}. {change.override}", f"   could save at most {share}", f"   {change.reason}"]
     return lines
 
 
