@@ -29,6 +29,7 @@ REQUIREMENTS = [
     "datasets>=5.2,<6",
     "filelock>=3.12,<5",
     "argcomplete>=3.6,<4",
+    "tqdm>=4.66,<5",
     "jinja2>=3.1,<4",  # chat templates of transformers
 ]
 RAY = ["ray[train]==2.60.0"]
