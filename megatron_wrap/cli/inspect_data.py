@@ -31,16 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
     add_run_arguments(parser)
     parser.add_argument("-n", type=_count, default=5, metavar="N", help="samples to print (default: 5)")
-    parser.add_argument(
-        "--split", default="train", metavar="NAME", help="train (default), or the name of an evaluation set"
-    )
-    parser.add_argument(
-        "--limit",
-        type=_count,
-        default=10_000,
-        metavar="N",
-        help="read at most N samples, evenly spaced (default: 10000); 0: all",
-    )
+    split = "train (default), or the name of an evaluation set"
+    parser.add_argument("--split", default="train", metavar="NAME", help=split)
+    limit = "read at most N samples, evenly spaced (default: 10000); 0: all"
+    parser.add_argument("--limit", type=_count, default=10_000, metavar="N", help=limit)
     parser.add_argument(
         "--output", metavar="FILE.html", help="the page (default: inspect-data-SPLIT.html in output_dir)"
     )

@@ -93,8 +93,8 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def figure(chart: Chart) -> Figure:
-    """The coordinates of a chart. Of a run with more than 800 points, the curve is the mean of neighbors, with the range
-    of their values as a band."""
+    """The coordinates of a chart. Of a run with more than 800 points, the curve is the mean of neighbors with the
+    range of their values as a band."""
     drawn = [(series, thinned(series.points)) for series in chart.series]
     points = [point for _, of_series in drawn for point in of_series]
     low, high = min(point.low for point in points), max(point.high for point in points)

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages from the Jinja templates of this folder: one file without requests; every text is escaped."""
+"""Self-contained HTML pages from Jinja templates: one file without requests; every text is escaped."""
 
 from __future__ import annotations
 
