@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_wrap.utils.logger_errors import missing_package, refuse_unwritable
+from megatron_wrap.utils.atomic_write import named_write_errors
+from megatron_wrap.utils.logger_errors import WRITABLE, missing_package
 
 
 class TensorBoardLogger:
@@ -33,7 +34,7 @@ class TensorBoardLogger:
         except ImportError as error:
             raise missing_package("TensorBoard", "tensorboard") from error
         folder = Path(folder)
-        with refuse_unwritable("TensorBoard events", folder):
+        with named_write_errors(folder, WRITABLE):
             folder.mkdir(parents=True, exist_ok=True)
             purge_step = 0 if resume_from is None else resume_from + 1
             self._writer = SummaryWriter(str(folder), purge_step=purge_step, max_queue=queue_size, flush_secs=30)

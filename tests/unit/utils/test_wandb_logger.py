@@ -160,7 +160,7 @@ def test_disabled_run_accepts_all_calls(tmp_path, monkeypatch):
 
 def test_run_that_cannot_be_recorded_is_a_config_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"wandb files .*file/out: Not a directory"):
+    with pytest.raises(ConfigError, match=r"file/out/wandb: .*Not a directory"):
         WandbLogger("project", None, {}, tmp_path / "file" / "out", rank=0)
     with pytest.raises(ConfigError, match=f"wandb .* {tmp_path}: "):
         WandbLogger("a/b", None, {}, tmp_path, rank=0)
