@@ -24,14 +24,8 @@ def stderr(monkeypatch, capsys):
 
 
 def run_python(code, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **environment},
-        check=False,
-    )
+    environment = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done
 

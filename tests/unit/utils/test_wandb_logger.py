@@ -132,23 +132,13 @@ def test_key_is_found_in_the_environment_or_netrc(tmp_path, monkeypatch):
     assert has_key()
 
 
-@pytest.mark.parametrize(
-    ("requested", "key", "mode"),
-    [
-        ("", False, "offline"),
-        ("", True, "online"),
-        ("online", False, "offline"),
-        ("online", True, "online"),
-        ("offline", True, "offline"),
-        ("dryrun", True, "offline"),
-        ("disabled", True, "disabled"),
-    ],
-)
-def test_mode_never_requires_a_prompt(monkeypatch, requested, key, mode):
-    monkeypatch.setenv("WANDB_MODE", requested)
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", "d" * 40)
-    assert wandb_logger._mode() == mode
+def test_mode_never_requires_a_prompt(monkeypatch):
+    modes = {"": "offline", "online": "offline", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+    for key, known in (("", modes), ("d" * 40, modes | {"": "online", "online": "online"})):
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        for requested, mode in known.items():
+            monkeypatch.setenv("WANDB_MODE", requested)
+            assert wandb_logger._mode() == mode
 
 
 def test_disabled_run_accepts_all_calls(tmp_path, monkeypatch):
