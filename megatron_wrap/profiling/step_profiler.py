@@ -189,9 +189,9 @@ class StepProfiler:
         return ProfileReport(
             iterations=tuple(iteration for iteration, _ in self._recorded),
             ranks=ranks,
-            usual_ms=statistics.median(self._usual[1:]) if len(self._usual) > 1 else None,
+            usual_step_ms=statistics.median(self._usual[1:]) if len(self._usual) > 1 else None,
             tflops=metrics[-1].get("tflops", 0.0),
-            peak_gib=run.peak_gib,
+            peak_memory_gib=run.peak_gib,
             padding_share=run.padding_share,
             changes=tuple(promising_changes(slowest, config, run)),
             memory_changes=tuple(memory_changes(memory)),

@@ -23,12 +23,12 @@ class ProfileReport:
     iterations: tuple[int, ...]
     ranks: tuple[StepBreakdown, ...]
     """By rank."""
-    usual_ms: float | None
+    usual_step_ms: float | None
     """Median time of earlier steps, which were not profiled; None: there were none."""
     tflops: float
     """Model TFLOP/s per device of the last profiled step."""
-    peak_gib: float
-    """Memory of rank 0."""
+    peak_memory_gib: float
+    """Of rank 0."""
     padding_share: float
     changes: tuple[Change, ...]
     memory_changes: tuple[MemoryChange, ...]
@@ -65,17 +65,17 @@ def text(report: ProfileReport) -> str:
 
 def _facts(report: ProfileReport) -> list[str]:
     step = report.ranks[report.slowest]
-    facts = [f"{report.tflops:.3g} model TFLOP/s per device", f"{report.peak_gib:.1f} GiB"]
+    facts = [f"{report.tflops:.3g} model TFLOP/s per device", f"{report.peak_memory_gib:.1f} GiB"]
     facts.append(f"{step.num_kernels:,.0f} {'kernels' if step.on_gpu else 'operations'} a step")
     if report.padding_share:
         facts.append(f"{report.padding_share:.0%} padding")
     if step.communication_ms:
         facts.append(f"{step.communication_ms:,.1f} ms of communication in all")
     lines = [", ".join(facts)]
-    if report.usual_ms is not None:
-        slower = step.step_ms / report.usual_ms - 1
+    if report.usual_step_ms is not None:
+        slower = step.step_ms / report.usual_step_ms - 1
         note = "; the profiler slows Python down, so idle is less without it" if slower > 0.05 else ""
-        lines.append(f"steps without the profiler: {report.usual_ms:,.1f} ms ({slower:+.1%} with it){note}")
+        lines.append(f"steps without the profiler: {report.usual_step_ms:,.1f} ms ({slower:+.1%} with it){note}")
     unknown = [work for work in step.work if not work.recognized]
     if unknown:
         time = sum(work.milliseconds for work in unknown)
@@ -114,14 +114,8 @@ def _advice(report: ProfileReport) -> list[str]:
 
 def json_of(report: ProfileReport) -> dict[str, Any]:
     """All numbers by name, as in profile.json."""
-    return {
-        "title": report.title,
-        "iterations": list(report.iterations),
+    return vars(report) | {
         "slowest_rank": report.slowest,
-        "usual_step_ms": report.usual_ms,
-        "tflops": report.tflops,
-        "peak_memory_gib": report.peak_gib,
-        "padding_share": report.padding_share,
         "changes": [vars(change) for change in report.changes],
         "memory_changes": [vars(change) for change in report.memory_changes],
         "ranks": [as_json(step) for step in report.ranks],

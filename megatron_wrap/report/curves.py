@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _WIDTH, _HEIGHT = 1000, 300
 """Of the coordinates; those of `run.html` and `curves.js`."""
@@ -43,34 +44,6 @@ class Point:
     high: float
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A curve as it is drawn: points are "x y"."""
-
-    name: str
-    color: int
-    is_evaluation: bool
-    line: list[str]
-    band: list[str]
-    """Outline of the range of the values of which each point is the mean; empty: a point is one value."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A chart as it is drawn."""
-
-    title: str
-    unit: str
-    range: tuple[float, float, float, float]
-    """Iterations at the left and right end, values at the bottom and top."""
-    rows: list[tuple[float, str]]
-    """(y, label) of the lines of the grid."""
-    columns: list[str]
-    """Labels of the iterations."""
-    curves: list[Curve]
-    steps_per_point: int
-
-
 def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[Point]:
     """At most `most` points, each the mean of equally many neighbors (the last may average fewer)."""
     size = max(1, math.ceil(len(points) / most))
@@ -92,9 +65,15 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def figure(chart: Chart) -> Figure:
-    """The coordinates of a chart. Of a run with more than 800 points, the curve is the mean of neighbors with the
-    range of their values as a band."""
+def figure(chart: Chart) -> dict[str, Any]:
+    """What `run.html` draws of a chart. Of a run with more than 800 points, the curve is the mean of neighbors with the
+    range of their values as a band.
+
+    Returns:
+        title, unit; range: iterations at the left and right end, values at the bottom and top; rows: (y, label) of the
+        lines of the grid; columns: labels of the iterations; curves: name, color, is_evaluation, line and band, whose
+        points are "x y"; steps_per_point: of the curve with most.
+    """
     drawn = [(series, thinned(series.points)) for series in chart.series]
     points = [point for _, of_series in drawn for point in of_series]
     low, high = min(point.low for point in points), max(point.high for point in points)
@@ -103,28 +82,28 @@ def figure(chart: Chart) -> Figure:
     bottom, top = max(0.0, low - margin) if low >= 0 else low - margin, high + margin
     right = max(point.x for point in points) or 1.0
 
-    def at(x: float, value: float) -> str:
-        return f"{_WIDTH * x / right:.1f} {y(value)}"
-
     def y(value: float) -> float:
         return round(_HEIGHT * (top - value) / (top - bottom), 2)
 
-    curves = []
+    curves: list[dict[str, Any]] = []
     for series, of_series in drawn:
-        upper = [at(point.x, point.high) for point in of_series]
-        lower = [at(point.x, point.low) for point in reversed(of_series)]
-        band = upper + lower if len(of_series) < len(series.points) else []
-        line = [at(point.x, point.mean) for point in of_series]
-        curves.append(Curve(series.name, series.color, series.is_evaluation, line, band))
-    return Figure(
-        title=chart.title,
-        unit=chart.unit,
-        range=(0.0, right, bottom, top),
-        rows=[(y(value), short_number(value)) for value in ticks(bottom, top)],
-        columns=[f"{part * right / 4:,.0f}" for part in range(5)],
-        curves=curves,
-        steps_per_point=max(math.ceil(len(series.points) / _MOST_POINTS) for series in chart.series),
-    )
+        x = [f"{_WIDTH * point.x / right:.1f}" for point in of_series]
+        mean, upper, lower = (
+            [f"{at} {y(value)}" for at, value in zip(x, values, strict=True)]
+            for values in zip(*((point.mean, point.high, point.low) for point in of_series), strict=True)
+        )
+        band = [*upper, *reversed(lower)] if len(of_series) < len(series.points) else []
+        curves.append({"name": series.name, "color": series.color, "line": mean, "band": band})
+        curves[-1]["is_evaluation"] = series.is_evaluation
+    return {
+        "title": chart.title,
+        "unit": chart.unit,
+        "range": (0.0, right, bottom, top),
+        "rows": [(y(value), short_number(value)) for value in ticks(bottom, top)],
+        "columns": [f"{part * right / 4:,.0f}" for part in range(5)],
+        "curves": curves,
+        "steps_per_point": max(math.ceil(len(series.points) / _MOST_POINTS) for series in chart.series),
+    }
 
 
 def short_number(value: float) -> str:

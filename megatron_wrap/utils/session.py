@@ -58,65 +58,44 @@ def logger_session(
         return undo.pop_all()
 
 
-class _PrintToLogger:
-    """Replacement for the builtin `print`: logs one record per complete line, per thread."""
-
-    def __init__(self, real_print: Callable[..., None]) -> None:
-        self.real_print = real_print
-        self.active = True
-        self._stdout = sys.stdout
-        self._incomplete: dict[int, str] = {}
-        self._in_sink: set[int] = set()  # threads inside a sink of the logger
-
-    def __call__(
-        self,
-        *values: object,
-        sep: str | None = " ",
-        end: str | None = "\n",
-        file: Any = None,
-        flush: bool = False,
-    ) -> None:
-        target = sys.stdout if file is None else file
-        # If a sink prints, use the real print: loguru cannot log inside a sink.
-        thread = threading.get_ident()
-        if not self.active or target is not self._stdout or thread in self._in_sink:
-            self.real_print(*values, sep=sep, end=end, file=file, flush=flush)
-            return
-        written = io.StringIO(self._incomplete.pop(thread, ""))
-        written.seek(0, io.SEEK_END)
-        self.real_print(*values, sep=sep, end=end, file=written)
-        text = written.getvalue()
-        if text.endswith(("\n", "\r")):
-            self._emit(text[:-1])
-        else:
-            self._incomplete[thread] = text
-
-    def finish(self) -> None:
-        """Log incomplete lines, then pass all calls to the real `print`."""
-        for text in self._incomplete.values():
-            self._emit(text)
-        self._incomplete.clear()
-        self.active = False
-
-    def _emit(self, text: str) -> None:
-        if not text:
-            return
-        self._in_sink.add(threading.get_ident())
-        try:
-            logger._write("DEBUG", True, text, depth=3)
-        finally:
-            self._in_sink.remove(threading.get_ident())
-
-
 def _send_print_to_logger() -> Callable[[], None]:
-    """Redirect the builtin `print` to `logger.debug_all_ranks`."""
-    redirected = _PrintToLogger(builtins.print)
+    """Redirect the builtin `print` to `logger.debug_all_ranks`: one record per complete line, per thread."""
+    real_print, stdout = builtins.print, sys.stdout
+    incomplete: dict[int, str] = {}
+    in_sink: set[int] = set()  # threads inside a sink of the logger, which cannot log: loguru refuses it
+    is_active = True
+
+    def redirected(*values: object, file: Any = None, flush: bool = False, **ends: Any) -> None:
+        thread, target = threading.get_ident(), sys.stdout if file is None else file
+        if not is_active or target is not stdout or thread in in_sink:
+            real_print(*values, file=file, flush=flush, **ends)
+            return
+        written = io.StringIO()
+        real_print(*values, file=written, **ends)
+        text = incomplete.pop(thread, "") + written.getvalue()
+        if text.endswith(("\n", "\r")):
+            emit(text[:-1])
+        else:
+            incomplete[thread] = text
+
+    def emit(text: str) -> None:
+        if text:
+            in_sink.add(threading.get_ident())
+            try:
+                logger._write("DEBUG", True, text, depth=3)
+            finally:
+                in_sink.remove(threading.get_ident())
+
     replacements = Replacements()
     replacements.set(builtins, "print", redirected)
 
     def undo() -> None:
-        redirected.finish()
-        # If another program has wrapped it since, keep the wrapper: `finish` made it forward to the real print.
+        nonlocal is_active
+        for text in incomplete.values():
+            emit(text)
+        incomplete.clear()
+        is_active = False
+        # If another program has wrapped it since, keep the wrapper, whose calls go to the real print now.
         if vars(builtins)["print"] is redirected:
             replacements.close()
 

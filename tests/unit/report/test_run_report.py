@@ -156,8 +156,8 @@ def test_many_steps_are_thinned_to_means_and_their_range():
         part = values[5 * number : 5 * number + 5]
         assert (point.mean, point.low, point.high) == (pytest.approx(statistics.mean(part)), min(part), max(part))
     drawn = figure(Chart("loss", [Series("a", [*enumerate(values)])]))
-    assert drawn.steps_per_point == 3
-    assert len(drawn.curves[0].band) == 2 * len(drawn.curves[0].line) == 2 * 667
+    assert drawn["steps_per_point"] == 3
+    assert len(drawn["curves"][0]["band"]) == 2 * len(drawn["curves"][0]["line"]) == 2 * 667
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (3.2, 3.9), (-5, 1234), (1e-9, 7e-6), (2, 2)])
@@ -172,11 +172,11 @@ def test_ticks_are_round_numbers_inside_the_range(low, high):
 def test_a_constant_curve_and_a_single_point_are_drawn():
     for points in ([(1, 0.0), (2, 0.0)], [(7, -3.0)]):
         drawn = figure(Chart("loss", [Series("a", points)]))
-        _, right, low, high = drawn.range
-        drawn_points = [tuple(map(float, point.split())) for point in drawn.curves[0].line]
+        _, right, low, high = drawn["range"]
+        drawn_points = [tuple(map(float, point.split())) for point in drawn["curves"][0]["line"]]
         values = [(x / 1000 * right, low + (1 - y / 300) * (high - low)) for x, y in drawn_points]
         assert values == [pytest.approx(point, abs=1e-2) for point in points]
-        assert drawn.curves[0].band == []
+        assert drawn["curves"][0]["band"] == []
 
 
 def test_pictures_of_the_charts(tmp_path):
