@@ -33,7 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
 def complete() -> None:
     """Writes the candidates for the command line in COMP_LINE, and ends the process."""
     from argcomplete import autocomplete
-    from argcomplete.completers import FilesCompleter
 
     program = argparse.ArgumentParser(prog="megatron-wrap")
     program.add_argument("--version", action="store_true")
@@ -44,28 +43,29 @@ def complete() -> None:
         parents = [command_parser(name)[1]] if is_named else []
         command = commands.add_parser(name, parents=parents, conflict_handler="resolve")
         for action in command._actions:
-            completers: dict[str, Any] = {
-                "config": FilesCompleter(("yaml", "yml")),
-                "overrides": complete_override,
-                "rest": complete_override,
-            }
-            action.completer = completers.get(action.dest)  # type: ignore[attr-defined]
             if action.nargs == "*":  # of which argparse expects none after an option
                 action.nargs = "+"
-    autocomplete(program, always_complete_options=False, default_completer=FilesCompleter())
+    autocomplete(program, always_complete_options=False, default_completer=_complete_argument)
 
 
-def complete_override(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """Overrides of the run `parsed_args.config` that begin with `prefix`, up to the next dot or equals sign; of
-    `explain` the keys alone. If only one section begins with it, those of the section."""
-    config = getattr(parsed_args, "config", None) or ""
+def _complete_argument(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Values of an argument without choices."""
+    from argcomplete.completers import FilesCompleter
+
+    if action.dest in ("overrides", "rest"):
+        return complete_override(prefix, vars(parsed_args).get("config"), "" if action.dest == "rest" else "=")
+    return list(FilesCompleter(("yaml", "yml") if action.dest == "config" else ())(prefix))
+
+
+def complete_override(prefix: str, config: str | None, ending: str = "=") -> list[str]:
+    """Overrides of a run that begin with `prefix`, up to the next dot or the ending of a key. If only one section
+    begins with it, those of the section."""
     path, equals, value = prefix.partition("=")
-    root = _root(config)
+    root = _root(config or "")
     if equals:
         section, _, key = path.rpartition(".")
         return [f"{path}={text}" for text in _values(root, section, key) if text.startswith(value)]
-    names = [f"{section}.{key}" for section, keys in _keys(config, root).items() for key in keys]
-    ending = "" if hasattr(parsed_args, "rest") else "="
+    names = [f"{section}.{key}" for section, keys in _keys(config or "", root).items() for key in keys]
     while True:
         candidates = set()
         for name in names:

@@ -46,9 +46,7 @@ _HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns its exit code, or 2 for a user's error, reported in one line on stderr."""
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
-        from megatron_wrap.cli.completion import complete
-
-        complete()
+        command_parser("completion")[0].complete()
     module, args = parse(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:  # my_module:MyFlow in the working directory, which `python -m` and `train` find
         sys.path.append("")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -68,13 +67,13 @@ def test_file_names_are_quoted(tmp_path: Path) -> None:
     ],
 )
 def test_overrides(prefix: str, expected: list[str]) -> None:
-    assert sorted(complete_override(prefix, Namespace(config=str(ROOT / CONFIG)))) == expected
+    assert sorted(complete_override(prefix, str(ROOT / CONFIG))) == expected
 
 
 def test_a_run_that_cannot_be_read_has_the_keys_of_the_sections(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("megatron_lm: {nothing: 1}\n")
-    arguments = Namespace(config=str(tmp_path / "run.yaml"))
-    assert complete_override(f"{TRAIN}.common.train_it", arguments) == [f"{TRAIN}.common.train_iters="]
+    run = str(tmp_path / "run.yaml")
+    assert complete_override(f"{TRAIN}.common.train_it", run) == [f"{TRAIN}.common.train_iters="]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
