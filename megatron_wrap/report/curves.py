@@ -1,11 +1,15 @@
-"""Curves over the iterations of runs, in the coordinates of the charts of `templates/run.html`."""
+"""Curves over the iterations of runs: in the coordinates of the charts of `templates/run.html`, and as PNG files."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from megatron_wrap.errors import ConfigError
 
 _WIDTH, _HEIGHT = 1000, 300
 """Of the coordinates; those of `run.html` and `curves.js`."""
@@ -112,3 +116,39 @@ def short_number(value: float) -> str:
         return f"{value:.4g}"
     mantissa, _, exponent = f"{value:.2e}".partition("e")
     return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def write_png_files(charts: Sequence[Chart], folder: Path, prefix: str) -> list[Path]:
+    """Write each chart as `folder/PREFIX-TITLE.png`, 1200 x 675 pixels; returns the paths.
+
+    Raises:
+        ConfigError: matplotlib is not installed. OSError: a file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "--png: the package matplotlib is not installed; run `pip install matplotlib`, or leave --png out"
+        ) from error
+    written = []
+    for chart in charts:
+        figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for series in chart.series:
+            points = thinned(series.points)
+            color, x = f"C{series.color}", [point.x for point in points]
+            style = "o--" if series.is_evaluation else "o-" if len(points) == 1 else "-"
+            axes.plot(x, [point.mean for point in points], style, color=color, label=series.name, markersize=4)
+            low, high = [point.low for point in points], [point.high for point in points]
+            if low != high:
+                axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+        axes.set_xlabel("iteration")
+        axes.set_ylabel(f"{chart.title} ({chart.unit})" if chart.unit else chart.title)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        path = folder / f"{prefix}-{re.sub('[^A-Za-z0-9._]+', '_', chart.title)}.png"
+        figure.savefig(path)
+        written.append(path)
+    return written

@@ -8,8 +8,13 @@ import pytest
 
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils.json_lines_logger import JsonLinesLogger, SampleTexts
-from megatron_wrap.utils.metric_loggers import MetricLogger, MetricLoggerContext, MetricLoggers, build_metric_loggers
-from megatron_wrap.utils.tensorboard_logger import TensorBoardLogger
+from megatron_wrap.utils.metric_loggers import (
+    MetricLogger,
+    MetricLoggerContext,
+    MetricLoggers,
+    TensorBoardLogger,
+    build_metric_loggers,
+)
 
 
 def refuse(name):
