@@ -157,10 +157,3 @@ def test_run_that_cannot_be_recorded_is_a_config_error(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb_logger.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="`pip install wandb`"):
         WandbLogger("project", None, {}, tmp_path, rank=0)
-
-
-def test_module_does_not_import_wandb():
-    import subprocess
-
-    code = "import sys, megatron_wrap.utils.wandb_logger; assert 'wandb' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
