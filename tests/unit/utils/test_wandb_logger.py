@@ -1,6 +1,5 @@
 import json
 import struct
-import sys
 import time
 
 import pytest
