@@ -101,14 +101,18 @@ def _waits(report: ProfileReport, chosen: Sequence[int]) -> list[str]:
 def _advice(report: ProfileReport) -> list[str]:
     step_ms = report.ranks[report.slowest].step_ms
     faster = [
-        (change, f"{change.saves_ms:,.1f} ms ({change.saves_ms / step_ms:.1%}) a step") for change in report.changes
+        (change.override, f"{change.saves_ms:,.1f} ms ({change.saves_ms / step_ms:.1%}) a step", change.reason)
+        for change in report.changes
     ]
-    smaller = [(change, f"{change.saves_gib:,.3g} of {change.peak_gib:,.3g} GiB") for change in report.memory_changes]
+    smaller = [
+        (change.override, f"{change.saves_gib:,.3g} of {change.peak_gib:,.3g} GiB", change.reason)
+        for change in report.memory_changes
+    ]
     lines = [] if faster else ["no change of one key could save more than 1% of the step"]
     for title, changes in (("most promising:", faster), ("less memory:", smaller)):
         lines += [title] if changes else []
-        for number, (change, share) in enumerate(changes, start=1):
-            lines += [f"{number}. {change.override}", f"   could save at most {share}", f"   {change.reason}"]
+        for number, (override, share, reason) in enumerate(changes, start=1):
+            lines += [f"{number}. {override}", f"   could save at most {share}", f"   {reason}"]
     return lines
 
 

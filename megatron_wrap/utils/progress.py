@@ -26,7 +26,7 @@ def _bar(**arguments: Any) -> "tqdm":
     """A bar of tqdm without its thread, which a process that forks must not have."""
     from tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):
         monitor_interval = 0
 
     return Bar(**arguments)
