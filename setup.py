@@ -27,6 +27,8 @@ REQUIREMENTS = [
     "safetensors>=0.8,<0.9",
     "datasets>=5.2,<6",
     "filelock>=3.12,<5",
+    "argcomplete>=3.6,<4",
+    "tqdm>=4.66,<5",
     "jinja2>=3.1,<4",  # chat templates of transformers
 ]
 RAY = ["ray[train]==2.60.0"]
@@ -83,7 +85,7 @@ setup(
         "megatron_wrap.cli": ["examples.txt", "templates/*"],
         "megatron_wrap.config.schema": ["*.yaml"],
         "megatron_wrap.launch": ["slurm_job.sh", "trainjob.yaml"],
-        "megatron_wrap.report": ["*.css", "*.js"],
+        "megatron_wrap.report": ["templates/*"],
         "megatron_wrap.configs": ["schema.json", "nest/**/*.yaml", "nest/**/__confignest_manifest__"],
     },
     entry_points={"console_scripts": ["megatron-wrap = megatron_wrap.cli.main:main"]},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from megatron_wrap.remote.files import is_remote
 
 _HEAD = ("checkpoint", "size", "saved", "layout", "megatron-core", "state")
 _AXES = ("tp", "pp", "cp", "dp", "ep")
-_SET_ASIDE = "set aside as damaged"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,92 +41,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """A checkpoint's folder."""
-
-    path: Path
-    name: str
-    problem: str | None
-    """Why it is incomplete."""
-    notes: tuple[str, ...]
-
-    def row(self, state: str) -> tuple[str, ...]:
-        facts = read_facts(self.path)
-        sizes = [path.stat().st_size for path in self.path.rglob("*") if path.is_file()]
-        saved = datetime.fromtimestamp(self.path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        version = facts.get("megatron_core", "unknown")
-        shown = (f"{with_prefix(sum(sizes))}B", saved, _layout(facts.get("layout")), str(version))
-        return (self.name, *shown, ", ".join([state, *self.notes]))
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Prints a line for each checkpoint; returns 1 if `--verify` found damage."""
-    if is_remote(arguments.folder):
-        return _run_remote(arguments.folder, arguments.verify)
-    folder = Path(arguments.folder).expanduser()
-    listed = [*_listed(CheckpointFolder(folder), ""), *_listed(CheckpointFolder(folder / REFERENCE), f"{REFERENCE}/")]
-    aside = [*folder.glob("iter_*.damaged-*"), *(folder / REFERENCE).glob("iter_*.damaged-*")]
-    listed += [_Listed(path, str(path.relative_to(folder)), _SET_ASIDE, ()) for path in sorted(aside)]
-    if not listed:
-        raise ConfigError(f"{folder} contains no checkpoints{_hint(folder)}")
-    states = [_verified(checkpoint) if arguments.verify else _state(checkpoint) for checkpoint in listed]
-    rows = [_HEAD, *(checkpoint.row(state) for checkpoint, state in zip(listed, states, strict=True))]
+    listed = _remote_rows if is_remote(arguments.folder) else _local_rows
+    rows = [*listed(arguments.folder, arguments.verify)]
+    print(text_table([_HEAD, *rows]))
     damaged = [row[0] for row in rows if row[-1].startswith(("damaged", "incomplete"))]
-    return _report(rows, damaged if arguments.verify else [])
+    if not damaged or not arguments.verify:
+        return 0
+    print(f"{counted(len(damaged), 'checkpoint')} not as saved: {', '.join(damaged)}")
+    return 1
 
 
-def _run_remote(url: str, verify: bool) -> int:
-    """`run` of a remote folder; `verify` downloads one checkpoint after the other into a temporary folder."""
+def _local_rows(folder_name: str, verify: bool) -> Iterator[tuple[str, ...]]:
+    """Rows of the visible checkpoints by iteration, those of the reference model, and those set aside."""
+    folder = Path(folder_name).expanduser()
+    aside = [*folder.glob("iter_*.damaged-*"), *(folder / REFERENCE).glob("iter_*.damaged-*")]
+    stores = {prefix: CheckpointFolder(folder / prefix) for prefix in ("", REFERENCE)}
+    if not aside and not any(store.present() for store in stores.values()):
+        raise ConfigError(f"{folder} contains no checkpoints{_hint(folder)}")
+    for prefix, store in stores.items():
+        newest, best = (None, None) if prefix else (store.latest(), store.best())
+        for iteration in store.present():
+            path, name = store.find(iteration) or store.folder_of(iteration), store.folder_of(iteration).name
+            states = _state(path, verify), *_notes(iteration, newest, best)
+            yield _local_row(path, os.path.join(prefix, name), *states)
+    for path in sorted(aside):
+        yield _local_row(path, str(path.relative_to(folder)), "set aside as damaged")
+
+
+def _local_row(path: Path, name: str, *states: str) -> tuple[str, ...]:
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    saved = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+    return _row(name, size, saved, read_facts(path), *states)
+
+
+def _state(path: Path, verify: bool) -> str:
+    problem, hashes = missing_part(path), read_facts(path).get("hashes")
+    if problem is not None:
+        return f"incomplete: {problem}"
+    if not verify:
+        return "complete"
+    if hashes is None:
+        return "complete, saved without hashes"
+    damage = find_damage(path, hashes)
+    return "verified" if damage is None else f"damaged: {damage}"
+
+
+def _remote_rows(url: str, verify: bool) -> Iterator[tuple[str, ...]]:
+    """Rows of a remote folder; `verify` downloads one checkpoint after the other into a temporary folder."""
     remote = RemoteStore(url)
     if not remote.present():
         raise ConfigError(f"{remote.url} contains no checkpoints; give the folder that a run saved to")
     newest, best = next(iter(remote.newest_first()), None), remote.number(BEST)
-    rows: list[tuple[str, ...]] = [_HEAD]
-    damaged: list[str] = []
     for iteration in remote.present():
-        problem, state = remote.missing_part(iteration), "complete"
+        problem, state, name = remote.missing_part(iteration), "complete", folder_name(iteration)
         if problem is not None:
             state = f"incomplete: {problem}"
         elif verify:
             with tempfile.TemporaryDirectory(prefix="megatron-wrap-") as folder:
                 problem = remote.download(iteration, Path(folder, "checkpoint"))
             state = "verified" if problem is None else f"damaged: {problem}"
-        name = folder_name(iteration)
-        damaged += [name] if problem is not None else []
-        notes = [note for note, of in (("newest", newest), ("best", best)) if of == iteration]
         size = sum(remote.sizes[file] for file in remote.names(name))
-        facts = remote.manifest(iteration)
-        version = str(facts.get("megatron_core", "unknown"))
-        shown = (f"{with_prefix(size)}B", "unknown", _layout(facts.get("layout")), version)
-        rows.append((name, *shown, ", ".join([state, *notes])))
-    return _report(rows, damaged if verify else [])
+        states = state, *_notes(iteration, newest, best)
+        yield _row(name, size, "unknown", remote.manifest(iteration), *states)
 
 
-def _listed(store: CheckpointFolder, prefix: str) -> Iterator[_Listed]:
-    """The visible checkpoints of a folder, by iteration."""
-    newest, best = store.latest(), store.best()
-    for iteration in store.present():
-        path = store.find(iteration) or store.folder_of(iteration)
-        noted = (("newest", newest), ("best", best))
-        notes = tuple(note for note, of in noted if of == iteration and not prefix)
-        yield _Listed(path, f"{prefix}{store.folder_of(iteration).name}", missing_part(path), notes)
+def _notes(iteration: int, newest: int | None, best: int | None) -> list[str]:
+    return [note for note, noted in (("newest", newest), ("best", best)) if noted == iteration]
 
 
-def _state(checkpoint: _Listed) -> str:
-    if checkpoint.problem is None:
-        return "complete"
-    return _SET_ASIDE if checkpoint.problem == _SET_ASIDE else f"incomplete: {checkpoint.problem}"
-
-
-def _verified(checkpoint: _Listed) -> str:
-    if checkpoint.problem is not None:
-        return _state(checkpoint)
-    hashes = read_facts(checkpoint.path).get("hashes")
-    if hashes is None:
-        return "complete, saved without hashes"
-    damage = find_damage(checkpoint.path, hashes)
-    return "verified" if damage is None else f"damaged: {damage}"
+def _row(name: str, size: int, saved: str, facts: Mapping[str, Any], *states: str) -> tuple[str, ...]:
+    version = str(facts.get("megatron_core", "unknown"))
+    return name, f"{with_prefix(size)}B", saved, _layout(facts.get("layout")), version, ", ".join(states)
 
 
 def _layout(facts: Any) -> str:
@@ -144,11 +130,3 @@ def _hint(folder: Path) -> str:
     if CheckpointFolder(folder.parent).present() and folder.name.startswith("iter_"):
         return f"; give the folder of the run, {folder.parent}"
     return "; give the folder that megatron_lm.train.common.save names" if folder.is_dir() else ": no such folder"
-
-
-def _report(rows: list[tuple[str, ...]], damaged: list[str]) -> int:
-    """Print a table and the damaged checkpoints; the exit code."""
-    print(text_table(rows))
-    if damaged:
-        print(f"{counted(len(damaged), 'checkpoint')} not as saved: {', '.join(damaged)}")
-    return 1 if damaged else 0

@@ -1,13 +1,12 @@
-"""`megatron-wrap completion SHELL`: print the code by which a shell completes commands, options, files and
-overrides."""
+"""`megatron-wrap completion SHELL`: print the code with which a shell completes commands, options, files and overrides,
+by argcomplete."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
-import shlex
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -17,104 +16,68 @@ from megatron_wrap.config.reading.tree import SELECT, Folder, open_tree
 from megatron_wrap.config.schema.run import SECTION_AT, SECTION_PATHS
 from megatron_wrap.errors import MegatronWrapError
 
-_BREAKS = "=:"
-"""Characters at which bash begins another word."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
-    parser.add_argument("--line", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the code for the shell, which calls this command with the line up to the cursor for the candidates."""
-    if arguments.line is None:
-        code = Path(__file__).parent / "templates" / f"completion.{arguments.shell}"
-        print(code.read_text(encoding="utf-8"), end="")
-        return 0
-    words = _words(arguments.line)
-    begin = max(map(words[-1].rfind, _BREAKS)) + 1 if arguments.shell == "bash" else 0
-    for candidate in candidates(words[1:]):
-        print(candidate[begin:])
+    """Prints the code for the shell, which calls `megatron-wrap` with the environment variables of argcomplete."""
+    import argcomplete
+
+    print(argcomplete.shellcode(["megatron-wrap"], shell=arguments.shell))
     return 0
 
 
-def candidates(words: list[str]) -> list[str]:
-    """Completions of the last word, which may be empty.
+def complete() -> None:
+    """Writes the candidates for the command line in COMP_LINE, and ends the process."""
+    from argcomplete import autocomplete
 
-    Args:
-        words: of the command line, without the program's name.
-
-    Returns:
-        Whole words. One that ends with =, . or / continues."""
-    *before, current = words or [""]
-    if not before:
-        return _matching(current, [*COMMANDS, "--help", "--version"])
-    if before[0] not in COMMANDS:
-        return []
-    _, parser = command_parser(before[0])
-    options = parser._option_string_actions
-    action = options.get(before[-1])
-    if action is not None and action.nargs != 0:
-        return _matching(current, map(str, action.choices)) if action.choices else _files(current)
-    if current.startswith("-"):
-        return _matching(current, [option for option in options if option.startswith("--")])
-    positional = {each.dest: each for each in parser._actions if not each.option_strings}
-    choices = next((each.choices for each in positional.values() if each.choices), None)
-    if choices is not None:
-        return _matching(current, choices)
-    if "config" not in positional:
-        return _files(current)
-    config = next((word for word in before[1:] if word.endswith((".yaml", ".yml"))), None)
-    if config is None:
-        return _files(current, (".yaml", ".yml"))
-    overrides = _overrides(config, current)
-    # of explain the key alone is a word as well
-    return [text.removesuffix("=") for text in overrides] if before[0] == "explain" else overrides
+    program = argparse.ArgumentParser(prog="megatron-wrap")
+    program.add_argument("--version", action="store_true")
+    commands = program.add_subparsers()
+    for name in COMMANDS:
+        # only the module of the command in the line is imported
+        is_named = name in os.environ["COMP_LINE"].split()[1:2]
+        parents = [command_parser(name)[1]] if is_named else []
+        command = commands.add_parser(name, parents=parents, conflict_handler="resolve")
+        for action in command._actions:
+            if action.nargs == "*":  # of which argparse expects none after an option
+                action.nargs = "+"
+    autocomplete(program, always_complete_options=False, default_completer=_complete_argument)
 
 
-def _words(line: str) -> list[str]:
-    """The words of a command line, the last of which ends at the cursor."""
-    for closing in ("", '"', "'"):
-        with contextlib.suppress(ValueError):
-            words = shlex.split(line + closing)
-            return [*words, ""] if not words or (not closing and line[-1:].isspace()) else words
-    return [""]
+def _complete_argument(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Values of an argument without choices."""
+    from argcomplete.completers import FilesCompleter
+
+    if action.dest in ("overrides", "rest"):
+        return complete_override(prefix, vars(parsed_args).get("config"), "" if action.dest == "rest" else "=")
+    return list(FilesCompleter(("yaml", "yml") if action.dest == "config" else ())(prefix))
 
 
-def _matching(prefix: str, words: Iterable[str]) -> list[str]:
-    return sorted(word for word in set(words) if word.startswith(prefix))
-
-
-def _files(prefix: str, endings: tuple[str, ...] = ("",)) -> list[str]:
-    """Paths that begin with `prefix`: folders, and files with one of these endings."""
-    folder, name = os.path.split(prefix)
-    paths = []
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(os.path.expanduser(folder) or "."):
-            hidden = entry.name.startswith(".") and not name.startswith(".")
-            if entry.name.startswith(name) and not hidden and (entry.is_dir() or entry.name.endswith(endings)):
-                paths.append(shlex.quote(os.path.join(folder, entry.name)) + ("/" if entry.is_dir() else ""))
-    return sorted(paths)
-
-
-def _overrides(config: str, prefix: str) -> list[str]:
-    """Overrides of a run that begin with `prefix`, up to the next dot or equals sign."""
+def complete_override(prefix: str, config: str | None, ending: str = "=") -> list[str]:
+    """Overrides of a run that begin with `prefix`, up to the next dot or the ending of a key. If only one section
+    begins with it, those of the section."""
     path, equals, value = prefix.partition("=")
-    root = _root(config)
+    root = _root(config or "")
     if equals:
         section, _, key = path.rpartition(".")
-        return [f"{path}={text}" for text in _matching(value, _values(root, section, key))]
-    overrides = set()
-    for known in (f"{section}.{key}" for section, keys in _keys(config, root).items() for key in keys):
-        if known.startswith(path):
-            end = known.find(".", len(path))
-            overrides.add(f"{known}=" if end < 0 else known[: end + 1])
-    return sorted(overrides)
+        return [f"{path}={text}" for text in _values(root, section, key) if text.startswith(value)]
+    names = [f"{section}.{key}" for section, keys in _keys(config or "", root).items() for key in keys]
+    while True:
+        candidates = set()
+        for name in names:
+            if name.startswith(path):
+                end = name.find(".", len(path))
+                candidates.add(name + ending if end < 0 else name[: end + 1])
+        if len(candidates) != 1 or not min(candidates).endswith("."):
+            return sorted(candidates)
+        [path] = candidates
 
 
-def _keys(config: str, root: Folder) -> dict[str, set[str]]:
+def _keys(config: str, root: Folder) -> Mapping[str, set[str]]:
     """Dotted path of each section -> its keys: of the dataclasses, and where the run can be read, of the files that it
     selects, such as those of its flow."""
     keys = {path: set(section_hints(section)) for section, path in SECTION_PATHS.items()}
@@ -133,7 +96,7 @@ def _values(root: Folder, section: str, key: str) -> list[str]:
         return list(selection.entries) if isinstance(selection, Folder) else []
     hint: Any = section_hints(SECTION_AT[section]).get(key) if section in SECTION_AT else None
     texts: list[str] = []
-    for part in (hint, *get_args(hint)) if get_origin(hint) is not Literal else (hint,):
+    for part in (hint, *get_args(hint)):
         if part is bool:
             texts += ["true", "false"]
         elif part is type(None):

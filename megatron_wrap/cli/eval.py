@@ -21,36 +21,23 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the subcommand; options of lm_eval have its names, also with its underscores."""
     add_model_arguments(parser)
-    parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks, groups or tags; may have *")
-    parser.add_argument("--include-path", "--include_path", metavar="FOLDER", help="folder with YAML files of tasks")
-    parser.add_argument(
-        "--num-fewshot",
-        "--num_fewshot",
-        type=int,
-        metavar="N",
-        help="examples before each question (default: the task's)",
-    )
-    parser.add_argument("--limit", type=float, metavar="N", help="examples of each task; below 1, their share")
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=count, default=8, metavar="N", help="sequences at a time (default: 8)"
-    )
-    parser.add_argument(
-        "--apply-chat-template", "--apply_chat_template", action="store_true", help="prompts as messages of a user"
-    )
-    parser.add_argument("--system-instruction", "--system_instruction", metavar="TEXT", help="system message")
-    parser.add_argument(
-        "--gen-kwargs", "--gen_kwargs", metavar="K=V,K=V", help="of generation, such as max_gen_toks=64"
-    )
-    parser.add_argument("--output", metavar="FILE", help="also write all results to FILE, as JSON")
-    parser.add_argument(
-        "--log-samples", "--log_samples", action="store_true", help="with each question and answer in --output"
-    )
-    parser.add_argument(
-        "--confirm-run-unsafe-code",
-        "--confirm_run_unsafe_code",
-        action="store_true",
-        help="run the code that a model writes, for tasks that need it",
-    )
+
+    def option(name: str, text: str, **settings: Any) -> None:
+        parser.add_argument(
+            f"--{name}", *([f"--{name.replace('-', '_')}"] if "-" in name else []), help=text, **settings
+        )
+
+    option("tasks", "names of tasks, groups or tags; may have *", required=True, metavar="A,B")
+    option("include-path", "folder with YAML files of tasks", metavar="FOLDER")
+    option("num-fewshot", "examples before each question (default: the task's)", type=int, metavar="N")
+    option("limit", "examples of each task; below 1, their share", type=float, metavar="N")
+    option("batch-size", "sequences at a time (default: 8)", type=count, default=8, metavar="N")
+    option("apply-chat-template", "prompts as messages of a user", action="store_true")
+    option("system-instruction", "system message", metavar="TEXT")
+    option("gen-kwargs", "of generation, such as max_gen_toks=64", metavar="K=V,K=V")
+    option("output", "also write all results to FILE, as JSON", metavar="FILE")
+    option("log-samples", "with each question and answer in --output", action="store_true")
+    option("confirm-run-unsafe-code", "run the code that a model writes, for tasks that need it", action="store_true")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,18 +1,37 @@
-"""The summary and the page of `megatron-wrap inspect-data`, from an `Inspection`."""
+"""Samples, summary and page of `megatron-wrap inspect-data`, from an `Inspection`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from megatron_wrap.cli.text_table import text_table
 from megatron_wrap.config import RunConfig
-from megatron_wrap.data.inspect.inspection import Counts, Finding, Inspected, Inspection, histogram, ordered, segments
-from megatron_wrap.data.inspect.mistakes import MISTAKES, advice_of
+from megatron_wrap.config.checks.vocabulary import model_vocab_size
+from megatron_wrap.data.chat.encode import ChatTokens
+from megatron_wrap.data.inspect.inspection import (
+    Counts,
+    Inspected,
+    Inspection,
+    histogram,
+    ordered,
+    segments,
+    tokens_of,
+    tokens_of_row,
+)
+from megatron_wrap.data.inspect.mistakes import MISTAKES, Mistake, Tokens, advice_of
 from megatron_wrap.data.inspect.samples import SampleSelection
+from megatron_wrap.engine.setup.flow import build_flow
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.contract.collated import checked_fields, common_width, sequence_lengths
+from megatron_wrap.flow.shared.text import ENCODED
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.report import charts
-from megatron_wrap.report.page import Cell, Item, Page, visible
+from megatron_wrap.report.page import Item, rendered, visible
 
+_COLORS = {"trained": ("\x1b[30;42m", "\x1b[0m"), "cut": ("\x1b[2;9m", "\x1b[0m"), "other": ("", "")}
+_SIGNS = {"trained": ("[[", "]]"), "cut": ("~~", "~~"), "other": ("", "")}
 _LONGEST_TEXT = 20_000
 """Characters of a sample on the page."""
 
@@ -35,17 +54,12 @@ def summary(inspection: Inspection, total: int | None, config: RunConfig) -> str
         (f"real tokens, {name}", f"{share:.1%}")
         for name, share in inspection.efficiencies(config.train.micro_batch_size).items()
     ]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    findings = ordered(inspection.findings)
+    lines = [text_table(rows)]
+    findings = _findings(inspection, config)
     lines += ["", "findings:" if findings else "no mistakes found"]
-    for finding in findings:
-        mistake = MISTAKES[finding.key]
-        sign = "!" if mistake.serious else "-"
-        lines.append(
-            f"  {sign} {_amount(finding, inspection.counts)}: {mistake.title}; {advice_of(finding.key, config)}"
-        )
-        lines += [f"      {visible(row)}" for row in finding.rows]
+    for amount, mistake, advice, first_rows in findings:
+        lines.append(f"  {'!' if mistake.serious else '-'} {amount}: {mistake.title}; {advice}")
+        lines += [f"      {visible(row)}" for row in first_rows]
     return "\n".join(lines)
 
 
@@ -53,72 +67,51 @@ def build_page(
     inspection: Inspection, selection: SampleSelection, config: RunConfig, split: str, tokenizer: Any
 ) -> str:
     """The HTML of the page."""
-    total, shares = selection.total, selection.epoch_shares
-    page = Page(
-        f"Data of {config.name}: {split}",
-        f"{config.flow.flow_key}, seq_length {inspection.seq_length:,}, tokenizer {config.data.tokenizer or 'none'}",
-    )
-    page.tiles(_numbers(inspection, total))
-    _add_findings(page, inspection, config)
-    _add_tokens(page, inspection, config.train.micro_batch_size)
-    if len(inspection.by_source) > 1:
-        page.heading("Sources")
-        names = (
-            "source",
-            "share of an epoch",
-            "samples",
-            "trained tokens",
-            "other tokens",
-            "truncated",
-            "samples left out",
-        )
-        page.table(
-            names, [[name, _share(shares, name), *_row(counts)] for name, counts in inspection.by_source.items()]
-        )
-    page.heading("Samples")
-    page.paragraph("Highlighted: trained. Struck out: removed by truncation. The arrow keys turn pages.")
-    items = [
-        Item(sample.where(), [sample.source, *facts(sample)], _texts(sample, tokenizer), sample.mistakes)
-        for sample in inspection.shown
-    ]
-    labels = [key for key in MISTAKES if any(key in sample.mistakes for sample in inspection.shown)]
-    page.items(items, [("", f"all {len(items):,} shown here"), *((key, MISTAKES[key].title) for key in labels)])
-    return page.html()
-
-
-def _add_findings(page: Page, inspection: Inspection, config: RunConfig) -> None:
-    page.heading("Mistakes")
-    findings = ordered(inspection.findings)
-    if not findings:
-        page.paragraph("None of the usual ones.")
-        return
-    rows: list[list[str | Cell]] = []
-    for finding in findings:
-        mistake = MISTAKES[finding.key]
-        amount = Cell(_amount(finding, inspection.counts), "alarm" if mistake.serious else "notice")
-        description = Cell(f"{mistake.title}\n{advice_of(finding.key, config)}", "title")
-        rows.append([amount, description, Cell("\n".join(finding.rows), "soft")])
-    page.table(("samples", "what, and what to do", "first rows"), rows, is_stacked=True)
-
-
-def _add_tokens(page: Page, inspection: Inspection, micro_batch_size: int) -> None:
-    counts = inspection.counts
-    page.heading("Tokens")
-    parts = [("trained", counts.trained, "share-mark"), ("other", counts.other, "share")]
-    page.figure(charts.shares([*parts, ("cut off", counts.cut, "share-gone")]))
-    page.heading("Lengths before truncation")
-    page.figure(charts.histogram(*histogram(inspection.whole_lengths), limit=inspection.seq_length))
-    page.table(("tokens of a sequence", ""), [[name, Cell(value, "number")] for name, value in _lengths(inspection)])
-    page.heading("Real tokens among those that the model computes")
-    shares = inspection.efficiencies(micro_batch_size)
+    micro_batch_size = config.train.micro_batch_size
+    tokenizer_name = config.data.tokenizer or "none"
     names = {
         "padded to the longest of a micro-batch": f" of {micro_batch_size}",
         "packed": f" to {inspection.seq_length:,}",
     }
-    page.table(
-        ("layout", "share"),
-        [[name + names.get(name, ""), Cell(f"{share:.1%}", "number")] for name, share in shares.items()],
+    bin_width, bins = histogram(inspection.whole_lengths)
+    samples = [
+        Item(sample.where(), [sample.source, *facts(sample)], _texts(sample, tokenizer), sample.mistakes)
+        for sample in inspection.shown
+    ]
+    labels = [key for key in MISTAKES if any(key in sample.labels for sample in samples)]
+    return rendered(
+        Path(__file__).parent / "templates" / "inspect.html",
+        title=f"Data of {config.name}: {split}",
+        subtitle=f"{config.flow.flow_key}, seq_length {inspection.seq_length:,}, tokenizer {tokenizer_name}",
+        numbers=_numbers(inspection, selection.total),
+        findings=_findings(inspection, config),
+        counts=inspection.counts,
+        bin_width=bin_width,
+        bins=bins,
+        seq_length=inspection.seq_length,
+        lengths=_lengths(inspection),
+        efficiencies=[
+            (name + names.get(name, ""), f"{share:.1%}")
+            for name, share in inspection.efficiencies(micro_batch_size).items()
+        ],
+        sources=[_source(name, selection.epoch_shares, counts) for name, counts in inspection.by_source.items()],
+        samples=samples,
+        choices=[("", f"all {len(samples):,} shown here"), *((key, MISTAKES[key].title) for key in labels)],
     )
+
+
+def _findings(inspection: Inspection, config: RunConfig) -> list[tuple[str, Mistake, str, list[str]]]:
+    """(number and share of the samples, mistake, advice, first rows) of each mistake that was found."""
+    counts = inspection.counts
+    return [
+        (
+            f"{finding.count:,} ({finding.count / max(1, counts.samples + counts.dropped):.1%})",
+            MISTAKES[finding.key],
+            advice_of(finding.key, config),
+            finding.rows,
+        )
+        for finding in ordered(inspection.findings)
+    ]
 
 
 def _numbers(inspection: Inspection, total: int | None) -> list[tuple[str, str]]:
@@ -147,17 +140,11 @@ def _lengths(inspection: Inspection) -> list[tuple[str, str]]:
     return [(name, f"{lengths[min(len(lengths) - 1, int(part * len(lengths)))]:,}") for name, part in at]
 
 
-def _share(shares: Mapping[str, float], source: str) -> Cell:
-    return Cell(f"{shares[source]:.1%}" if source in shares else "", "number")
-
-
-def _row(counts: Counts) -> list[str | Cell]:
-    values = (counts.samples, counts.trained, counts.other, counts.truncated, counts.dropped)
-    return [Cell(f"{value:,}", "number") for value in values]
-
-
-def _amount(finding: Finding, counts: Counts) -> str:
-    return f"{finding.count:,} ({finding.count / max(1, counts.samples + counts.dropped):.1%})"
+def _source(name: str, shares: Mapping[str, float], counts: Counts) -> list[str]:
+    """The cells of a source in the table of sources."""
+    share = f"{shares[name]:.1%}" if name in shares else ""
+    numbers = (counts.samples, counts.trained, counts.other, counts.truncated, counts.dropped)
+    return [name, share, *(f"{number:,}" for number in numbers)]
 
 
 def _texts(sample: Inspected, tokenizer: Any) -> list[list[tuple[str, str]]]:
@@ -174,3 +161,47 @@ def _texts(sample: Inspected, tokenizer: Any) -> list[list[tuple[str, str]]]:
             room -= len(text)
         texts.append(runs)
     return texts
+
+
+def encoder(config: RunConfig, tokenizer: Any) -> Callable[[Any], Sequence[Tokens]]:
+    """From a sample to its sequences, by the run's flow in this process.
+
+    Raises:
+        ConfigError: the vocabulary size is not known.
+    """
+    flow = build_flow(config, tokenizer, model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path))
+    rule = config.flow.options.get("truncation", "right")
+
+    def encode(sample: Any) -> Sequence[Tokens]:
+        prepared = flow.prepare_sample(sample)
+        encoded = prepared.get(ENCODED) if isinstance(prepared, Mapping) else None
+        sequences = (encoded,) if isinstance(encoded, ChatTokens) else encoded
+        if isinstance(sequences, tuple) and all(isinstance(tokens, ChatTokens) for tokens in sequences):
+            return [tokens_of(tokens, flow.seq_length, rule) for tokens in sequences]
+        return _collated(flow, prepared)
+
+    return encode
+
+
+def _collated(flow: MegatronWrapTrainingFlowBase, prepared: Any) -> Sequence[Tokens]:
+    """The sequences of a sample that the flow collates alone."""
+    inputs, loss_inputs = checked_fields(flow, flow.collate_data_micro_batch(iter([prepared])))
+    if "loss_mask" not in loss_inputs or "input_ids" not in inputs:
+        raise ConfigError(
+            f"{type(flow).__name__} collates no loss_mask and input_ids, so its trained tokens are not known; add "
+            "loss_mask to its loss inputs"
+        )
+    lengths = sequence_lengths(flow, inputs, common_width(flow, inputs, loss_inputs)).tolist()
+    ids, masks = inputs["input_ids"].tolist(), loss_inputs["loss_mask"].tolist()
+    labels = loss_inputs["labels"].tolist() if "labels" in loss_inputs else [None] * len(lengths)
+    return [tokens_of_row(*row) for row in zip(ids, masks, labels, lengths, strict=True)]
+
+
+def shown(sample: Inspected, tokenizer: Any, in_color: bool) -> str:
+    """A sample for the terminal: trained tokens in color or in [[ ]], truncated ones struck out or in ~~ ~~."""
+    lines = [f"{sample.where()}  {', '.join(facts(sample))}"]
+    for tokens in sample.sequences:
+        marks = _COLORS if in_color else _SIGNS
+        runs = ((*marks[kind], visible(text)) for text, kind in segments(tokenizer, tokens))
+        lines.append("".join(f"{begin}{text}{end}" for begin, end, text in runs))
+    return "\n".join([*lines, ""])

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,8 @@ _HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns its exit code, or 2 for a user's error, reported in one line on stderr."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        command_parser("completion")[0].complete()
     module, args = parse(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:  # my_module:MyFlow in the working directory, which `python -m` and `train` find
         sys.path.append("")

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import keyword
-import random
 import re
 import shlex
 from collections.abc import Mapping
@@ -35,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     contents = {
         f"{name}.py": _filled("flow.py.txt", values),
         f"{name}.yaml": schema_line() + _filled("flow.yaml", values),
-        f"{name}.jsonl": _samples(),
+        f"{name}.jsonl": _filled("samples.jsonl", {}),
         f"test_{name}.py": _filled("test_flow.py.txt", values),
     }
     taken = [str(folder / file) for file in contents if (folder / file).exists()]
@@ -59,20 +58,6 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
     for placeholder, value in values.items():
         text = text.replace(placeholder, value)
     return text
-
-
-def _samples(count: int = 32) -> str:
-    """Tokenized samples as JSON lines; part of the tokens is masked out of the loss, the first sample has none."""
-    generator = random.Random(1)
-    lengths = [generator.randint(12, 48) for _ in range(count)]
-    samples = [
-        {
-            "input_ids": [generator.randrange(4096) for _ in range(length)],
-            "loss_mask": [int(index > 0 and generator.random() < 0.7) for _ in range(length)],
-        }
-        for index, length in enumerate(lengths)
-    ]
-    return "".join(f"{json.dumps(sample)}\n" for sample in samples)
 
 
 def _check_name(name: str) -> None:

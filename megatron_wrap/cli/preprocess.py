@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_wrap.cli.arguments import add_input_arguments, count, selected
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.utils.progress import WorkProgress
 
 if TYPE_CHECKING:
     from megatron_wrap.data.preprocess.preprocess import PreprocessProgress
-
-_SECONDS_TERMINAL, _SECONDS_FILE = 0.5, 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,15 +64,25 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_wrap.data.preprocess.preprocess import Preprocessing, preprocess
 
     settings = Preprocessing(**selected(arguments, *(field.name for field in dataclasses.fields(Preprocessing))))
-    lines = _ProgressLines()
-    try:
-        written = preprocess(settings, lines)
-    except KeyboardInterrupt:
-        lines.end()
-        print("interrupted; the same command continues", file=sys.stderr)
-        return 130
-    finally:
-        lines.end()
+    with contextlib.ExitStack() as stack:
+        bar: WorkProgress | None = None
+        done = 0
+
+        def show(progress: PreprocessProgress) -> None:
+            nonlocal bar, done
+            if bar is None:
+                if progress.rows and not progress.complete:
+                    print(f"continuing after {counted(progress.rows, 'row')}", file=sys.stderr)
+                bar = stack.enter_context(WorkProgress("preprocess", progress.total_bytes - progress.done_bytes, "B"))
+            else:
+                bar.advance(progress.done_bytes - done)
+            done = progress.done_bytes
+
+        try:
+            written = preprocess(settings, show)
+        except KeyboardInterrupt:
+            print("interrupted; the same command continues", file=sys.stderr)
+            return 130
     _print_statistics(written, [settings.prefix(key) for key in settings.json_keys])
     return 0
 
@@ -109,50 +118,3 @@ def _prefixes(name: str) -> list[str]:
     if not prefixes:
         raise ConfigError(f"{name}: contains no .bin and .idx; name prefixes, or a folder that contains them")
     return [os.path.join(name, prefix) for prefix in prefixes]
-
-
-class _ProgressLines:
-    """Shows progress on stderr: one line that is rewritten on a terminal, a line every ten seconds elsewhere."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._begin: tuple[float, int, int] | None = None
-        self._last, self._open = 0.0, False
-
-    def __call__(self, progress: PreprocessProgress) -> None:
-        now = time.monotonic()
-        if self._begin is None:
-            self._begin, self._last = (now, progress.done_bytes, progress.tokens), now
-            if progress.rows and not progress.complete:
-                self._print(f"continuing after {counted(progress.rows, 'row')}")
-                self.end()
-        elif now - self._last >= (_SECONDS_TERMINAL if self._terminal else _SECONDS_FILE):
-            self._last = now
-            self._print(progress_text(progress, now - self._begin[0], *self._begin[1:]))
-
-    def _print(self, text: str) -> None:
-        text, end = (f"\r{text}\x1b[K", "") if self._terminal else (text, "\n")
-        print(text, end=end, file=sys.stderr, flush=True)
-        self._open = self._terminal
-
-    def end(self) -> None:
-        """End the line of a terminal."""
-        if self._open:
-            print(file=sys.stderr)
-            self._open = False
-
-
-def progress_text(progress: PreprocessProgress, seconds: float, done_before: int, tokens_before: int) -> str:
-    """One line: documents, tokens, their rate, the share of the input and the time left at the rate so far.
-
-    Args:
-        seconds: since the run began, with `done_before` bytes and `tokens_before` tokens.
-    """
-    share = progress.done_bytes / max(1, progress.total_bytes)
-    done = progress.done_bytes - done_before
-    left: Any = (progress.total_bytes - progress.done_bytes) * seconds / done if done > 0 else None
-    minutes = "" if left is None else f" | {int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02} left"
-    return (
-        f"{counted(progress.documents, 'document')} | {counted(progress.tokens, 'token')} | "
-        f"{(progress.tokens - tokens_before) / max(seconds, 1e-9):,.0f} tokens/s | {share:.1%}{minutes}"
-    )

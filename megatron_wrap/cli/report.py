@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder, read_facts
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.report.png import write_png_files
+from megatron_wrap.report.curves import write_png_files
 from megatron_wrap.report.run_charts import charts_of
 from megatron_wrap.report.run_files import RunFiles, read_run_files
-from megatron_wrap.report.run_page import CheckpointFacts, ReportedRun, build_page, labels_of
+from megatron_wrap.report.run_page import ReportedRun, build_page, labels_of
 from megatron_wrap.utils.atomic_write import named_write_errors
 
 
@@ -46,19 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _checkpoints(files: RunFiles) -> Sequence[CheckpointFacts]:
-    """The complete checkpoints that are there now."""
+def _checkpoints(files: RunFiles) -> list[tuple[str, str, str, str]]:
+    """(iteration, GiB, folder, note) of the complete checkpoints that are there now."""
     folder = files.facts.get("checkpoints")
     if folder is None:
-        return ()
+        return []
     store = CheckpointFolder(folder)
     best, latest = store.best(), store.latest()
-    checkpoints = []
+    rows = []
     for iteration in store.iterations():
         path = store.find(iteration)
-        if path is None:
-            continue
-        notes = [note for note, noted in (("newest", latest), ("best", best)) if noted == iteration]
-        sizes = read_facts(path).get("files", {}).values()
-        checkpoints.append(CheckpointFacts(iteration, sum(sizes) / 2**30, str(path), ", ".join(notes)))
-    return checkpoints
+        if path is not None:
+            notes = [note for note, noted in (("newest", latest), ("best", best)) if noted == iteration]
+            gib = sum(read_facts(path).get("files", {}).values()) / 2**30
+            rows.append((f"{iteration:,}", f"{gib:.3g}", str(path), ", ".join(notes)))
+    return rows

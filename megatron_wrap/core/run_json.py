@@ -18,9 +18,9 @@ from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import DataError
 from megatron_wrap.hidden_secrets import without_secrets
 from megatron_wrap.report.run_files import read_run_files
-from megatron_wrap.utils.atomic_write import write_atomically
+from megatron_wrap.utils.atomic_write import named_write_errors, write_atomically
 from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.logger_errors import refuse_unwritable
+from megatron_wrap.utils.logger_errors import WRITABLE
 
 FILE_NAME = "run.json"
 
@@ -62,7 +62,7 @@ def write_run_facts(state: TrainingState, output_dir: Path, resumed_from: int | 
     }
     values = [[path, value, str(config.origins[path])] for path, value in _values(config).items()]
     path = output_dir / FILE_NAME
-    with refuse_unwritable("facts about the run", path):
+    with named_write_errors(path, WRITABLE):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, _json(facts, values))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_wrap.config import RunConfig
@@ -71,15 +71,16 @@ class ProfiledRun:
     """The flow supports packed rows."""
     dp_size: int
     num_microbatches: int
-    padding_share: float
-    """Share of the computed tokens that are padding, 0 to 1."""
-    product_flops: float
-    """Of the model's matrix products without attention scores, per step and device."""
-    peak_gib: float
     total_gib: float
     """Memory of the device."""
     faster_split: tuple[PipelineLayout, float] | None = None
     """Layers of the pipeline's stages by cost, and the share of a step that they would save; None: the run has them."""
+    padding_share: float = 0.0
+    """Measured share of the computed tokens that are padding, 0 to 1."""
+    product_flops: float = 0.0
+    """Of the model's matrix products without attention scores, per step and device; measured."""
+    peak_gib: float = 0.0
+    """Measured."""
 
     @property
     def free_share(self) -> float:
@@ -102,8 +103,8 @@ def promising_changes(step: StepBreakdown, config: RunConfig, run: ProfiledRun, 
     """
     worthwhile = [
         change
-        for rule in _RULES
-        for change in rule(step, config, run)
+        for rules in (_waits, _stages, _communication, _memory, _kernels, _precision)
+        for change in rules(step, config, run)
         if change.saves_ms >= _LEAST_SHARE * step.step_ms
         and config.set_by(change.override.partition("=")[0]) is not SetBy.MACHINE
     ]
@@ -124,163 +125,124 @@ def _key(section: str, name: str, value: object) -> str:
     return f"{SECTION_PATHS[section]}.{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _data(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    workers = config.data.num_workers
-    yield Change(
-        _key("data", "num_workers", max(1, 2 * workers)),
-        step.milliseconds[kinds.DATA],
+def _waits(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    """The device waits for data, or for Python: larger micro-batches contain more work for each of its calls."""
+    workers, idle = config.data.num_workers, step.milliseconds[kinds.IDLE]
+    reason = (
         "the device waits while batches are read, collated or copied; take them from wrap.batches(), which prepares "
-        f"them ahead in {workers} worker process{'es' * (workers != 1)} now",
+        f"them ahead in {workers} worker process{'es' * (workers != 1)} now"
     )
-
-
-def _stages_wait(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    """Twice as many virtual stages, and twice as many micro-batches of half the size."""
-    parallel, micro_batch_size = config.parallel, config.train.micro_batch_size
-    stages, chunks = parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config) or 1
-    if stages == 1:
-        return
-    layers, count = config.arch.num_layers, run.num_microbatches
-    waits = step.milliseconds[kinds.IDLE] + step.exposed_collectives.get("send and receive", 0.0)
-    now = bubble(stages, chunks, count)
-    parts = 2 * chunks * stages
-    divides = layers >= parts if parallel.pipeline_split == "cost" else layers % parts == 0
-    # a layout may be the run's own choice
-    layout_key = f"{SECTION_PATHS['parallel']}.pipeline_model_parallel_layout"
-    is_named = parallel.num_layers_per_virtual_pipeline_stage is not None or (
-        chunks > 1
-        and parallel.pipeline_model_parallel_layout is not None
-        and config.set_by(layout_key) is not SetBy.MACHINE
-    )
-    if divides and not is_named and count % stages == 0:
-        then = bubble(stages, 2 * chunks, count)
-        reason = (
-            f"stages wait for each other; with {2 * chunks} chunks on each, the bubble of {count} micro-batches is "
-            f"{then:.1%} of a step instead of {now:.1%}"
-        )
-        yield Change(_key("parallel", "virtual_pipeline_model_parallel_size", 2 * chunks), waits / 2, reason)
-    if micro_batch_size % 2 == 0:
-        then = bubble(stages, chunks, 2 * count)
-        reason = (
-            f"stages wait for each other; with {2 * count} micro-batches of half the size, the bubble is {then:.1%} of "
-            f"a step instead of {now:.1%}"
-        )
-        yield Change(_key("train", "micro_batch_size", micro_batch_size // 2), waits / 2, reason)
-
-
-def _idle(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    """Without a pipeline, Python is the bottleneck: larger micro-batches contain more work for each of its calls."""
-    idle = step.milliseconds[kinds.IDLE]
-    is_bottleneck = config.parallel.pipeline_model_parallel_size == 1 and idle > 0.03 * step.step_ms
-    if is_bottleneck and _can_double(config, run):
-        unit = "kernels" if step.on_gpu else "operations"
-        yield Change(
-            _key("train", "micro_batch_size", 2 * config.train.micro_batch_size),
-            idle if step.on_gpu else idle / 2,
-            f"Python does not keep up with {step.num_kernels:,.0f} {unit} a step; fewer and larger micro-batches have "
-            "fewer",
-        )
-
-
-def _pipeline_split(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    if run.faster_split is None:
-        return
-    layout, share = run.faster_split
-    chosen = dataclasses.replace(config.parallel, pipeline_split="cost")
-    if derived.splits_by_cost(dataclasses.replace(config, parallel=chosen)):
-        key = _key("parallel", "pipeline_split", "cost")
-    else:
-        key = _key("parallel", "pipeline_model_parallel_layout", layout)
-    counts = "+".join(map(str, layout.layers))
-    reason = f"the slowest stage takes {1 / (1 - share) - 1:.0%} longer than with {counts} layers, by their FLOPs"
-    yield Change(key, share * step.step_ms, reason)
+    yield Change(_key("data", "num_workers", max(1, 2 * workers)), step.milliseconds[kinds.DATA], reason)
+    if config.parallel.pipeline_model_parallel_size == 1 and idle > 0.03 * step.step_ms and _can_double(config, run):
+        calls = f"{step.num_kernels:,.0f} {'kernels' if step.on_gpu else 'operations'} a step"
+        reason = f"Python does not keep up with {calls}; fewer and larger micro-batches have fewer"
+        yield Change(_doubled(config), idle if step.on_gpu else idle / 2, reason)
 
 
 def _can_double(config: RunConfig, run: ProfiledRun) -> bool:
+    """Whether micro-batches can be twice as large."""
     train = config.train
     divides = train.global_batch_size % (2 * train.micro_batch_size * run.dp_size) == 0
     return divides and run.free_share > 0.4 and run.num_microbatches > 1
 
 
-def _small_products(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    if run.peak_tflops is None or not _can_double(config, run) or config.dtype.bf16 is False:
+def _doubled(config: RunConfig) -> str:
+    return _key("train", "micro_batch_size", 2 * config.train.micro_batch_size)
+
+
+def _stages(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    """Stages of a pipeline wait for each other: twice as many virtual stages, twice as many micro-batches of half the
+    size, or another number of layers for each stage."""
+    parallel, micro_batch_size = config.parallel, config.train.micro_batch_size
+    stages, chunks = parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config) or 1
+    if stages == 1:
         return
-    measured = step.milliseconds[kinds.MATMUL]
-    attainable = run.product_flops / (_ATTAINABLE * run.peak_tflops * 1e9)  # ms
-    if measured > 1.15 * attainable and not config.dtype.fp8:
-        rate = run.product_flops / measured / 1e9
-        yield Change(
-            _key("train", "micro_batch_size", 2 * config.train.micro_batch_size),
-            measured - attainable,
-            f"matrix products run at {rate:,.0f} TFLOP/s, large ones at {_ATTAINABLE * run.peak_tflops:,.0f}; "
-            f"{run.free_share:.0%} of the memory is free",
-        )
+    layers, count, parts = config.arch.num_layers, run.num_microbatches, 2 * chunks * stages
+    waits = step.milliseconds[kinds.IDLE] + step.exposed_collectives.get("send and receive", 0.0)
+    now = bubble(stages, chunks, count)
+    reason = "stages wait for each other; with {}, the bubble is {:.1%} of a step instead of {:.1%}"
+    divides = layers >= parts if parallel.pipeline_split == "cost" else layers % parts == 0
+    layout_key = f"{SECTION_PATHS['parallel']}.pipeline_model_parallel_layout"
+    is_named = parallel.num_layers_per_virtual_pipeline_stage is not None or (
+        chunks > 1
+        and parallel.pipeline_model_parallel_layout is not None
+        and config.set_by(layout_key) is not SetBy.MACHINE  # a layout may be the run's own choice
+    )
+    if divides and not is_named and count % stages == 0:
+        key = _key("parallel", "virtual_pipeline_model_parallel_size", 2 * chunks)
+        then = bubble(stages, 2 * chunks, count)
+        yield Change(key, waits / 2, reason.format(f"{2 * chunks} chunks on each", then, now))
+    if micro_batch_size % 2 == 0:
+        key = _key("train", "micro_batch_size", micro_batch_size // 2)
+        then = bubble(stages, chunks, 2 * count)
+        yield Change(key, waits / 2, reason.format(f"{2 * count} micro-batches of half the size", then, now))
+    if run.faster_split is not None:
+        layout, share = run.faster_split
+        by_cost = dataclasses.replace(config, parallel=dataclasses.replace(parallel, pipeline_split="cost"))
+        key = _key("parallel", "pipeline_model_parallel_layout", layout)
+        if derived.splits_by_cost(by_cost):
+            key = _key("parallel", "pipeline_split", "cost")
+        slower, counts = 1 / (1 - share) - 1, "+".join(map(str, layout.layers))
+        reason = f"the slowest stage takes {slower:.0%} longer than with {counts} layers, by their FLOPs"
+        yield Change(key, share * step.step_ms, reason)
 
 
-def _gradient_reduction(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+def _communication(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
     """Without tensor parallelism, all reductions and gathers are those of data parallelism."""
-    if run.dp_size == 1 or config.parallel.tensor_model_parallel_size > 1:
-        return
-    ddp, exposed = config.ddp, step.exposed_collectives
-    if not ddp.overlap_grad_reduce:
-        reduction = exposed.get("reduce-scatter", 0.0) + exposed.get("all-reduce", 0.0)
-        reason = "gradients are reduced after the backward pass, while nothing else runs"
-        yield Change(_key("ddp", "overlap_grad_reduce", True), reduction, reason)
-    elif config.optimizer.use_distributed_optimizer and not ddp.overlap_param_gather:
-        reason = "parameters are gathered after the update, while nothing else runs"
-        yield Change(_key("ddp", "overlap_param_gather", True), exposed.get("all-gather", 0.0), reason)
-
-
-def _model_communication(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    parallel, exposed = config.parallel, step.milliseconds[kinds.COMMUNICATION]
-    for name, words in (("tensor_model_parallel_size", "tensor"), ("context_parallel_size", "context")):
+    ddp, parallel, exposed = config.ddp, config.parallel, step.exposed_collectives
+    if run.dp_size > 1 and parallel.tensor_model_parallel_size == 1:
+        if not ddp.overlap_grad_reduce:
+            reduction = exposed.get("reduce-scatter", 0.0) + exposed.get("all-reduce", 0.0)
+            reason = "gradients are reduced after the backward pass, while nothing else runs"
+            yield Change(_key("ddp", "overlap_grad_reduce", True), reduction, reason)
+        elif config.optimizer.use_distributed_optimizer and not ddp.overlap_param_gather:
+            reason = "parameters are gathered after the update, while nothing else runs"
+            yield Change(_key("ddp", "overlap_param_gather", True), exposed.get("all-gather", 0.0), reason)
+    for words in ("tensor", "context"):
+        name = "tensor_model_parallel_size" if words == "tensor" else "context_parallel_size"
         size = getattr(parallel, name)
         if size > 1 and size % 2 == 0 and run.free_share > 0.5:
-            yield Change(
-                _key("parallel", name, size // 2),
-                exposed / 2,
-                f"{words}-parallel processes wait for each other, and {run.free_share:.0%} of the memory is free",
-            )
+            reason = f"{words}-parallel processes wait for each other, and {run.free_share:.0%} of the memory is free"
+            yield Change(_key("parallel", name, size // 2), step.milliseconds[kinds.COMMUNICATION] / 2, reason)
             return
 
 
-def _loss(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+def _memory(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    """Free memory makes larger products, and recomputation unnecessary: the forward, recomputed forward and backward
+    pass of a whole layer take 1 : 1 : 2."""
+    measured, free = step.milliseconds[kinds.MATMUL], f"{run.free_share:.0%} of the memory is free"
+    if run.peak_tflops and _can_double(config, run) and config.dtype.bf16 is not False and not config.dtype.fp8:
+        attainable = _ATTAINABLE * run.peak_tflops
+        least = run.product_flops / attainable / 1e9  # ms
+        if measured > 1.15 * least:
+            rate = run.product_flops / measured / 1e9
+            reason = f"matrix products run at {rate:,.0f} TFLOP/s, large ones at {attainable:,.0f}; {free}"
+            yield Change(_doubled(config), measured - least, reason)
+    granularity = config.recompute.recompute_granularity
+    if granularity is not None and run.free_share >= 0.3:
+        layer = (kinds.MATMUL, kinds.ATTENTION, kinds.ELEMENTWISE)
+        repeated = (kinds.ATTENTION,) if granularity == "selective" else layer
+        saved = sum(step.milliseconds[kind] for kind in repeated) / 4
+        reason = f"activations are computed twice ({granularity}), and {free}"
+        yield Change(_key("recompute", "__select__", "none"), saved, reason)
+
+
+def _kernels(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
+    """Fewer or faster kernels for the same results."""
+    times = step.milliseconds
     if step.on_gpu and not run.has_triton:
         reason = "without Triton the loss makes fp32 copies of the logits; with it, a fused kernel reads them once"
-        yield Change("pip install triton", step.milliseconds[kinds.LOSS], reason)
-
-
-def _recompute(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    """The forward, recomputed forward and backward pass of a whole layer take 1 : 1 : 2."""
-    granularity = config.recompute.recompute_granularity
-    if granularity is None or run.free_share < 0.3:
-        return
-    repeated = (kinds.ATTENTION,) if granularity == "selective" else (kinds.MATMUL, kinds.ATTENTION, kinds.ELEMENTWISE)
-    yield Change(
-        _key("recompute", "__select__", "none"),
-        sum(step.milliseconds[kind] for kind in repeated) / 4,
-        f"activations are computed twice ({granularity}), and {run.free_share:.0%} of the memory is free",
-    )
-
-
-def _padding(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    if config.flow.packing or not run.can_pack:
-        return
-    computed = step.busy_ms - step.milliseconds[kinds.OPTIMIZER]
-    reason = f"{run.padding_share:.0%} of the computed tokens are padding"
-    yield Change(_key("flow", "packing", True), run.padding_share * computed, reason)
-
-
-def _implementation(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    between = step.milliseconds[kinds.ELEMENTWISE] + step.milliseconds[kinds.COPIES]
+        yield Change("pip install triton", times[kinds.LOSS], reason)
+    if run.can_pack and not config.flow.packing:
+        saved = run.padding_share * (step.busy_ms - times[kinds.OPTIMIZER])
+        reason = f"{run.padding_share:.0%} of the computed tokens are padding"
+        yield Change(_key("flow", "packing", True), saved, reason)
+    between = times[kinds.ELEMENTWISE] + times[kinds.COPIES]
     if run.has_transformer_engine and not run.transformer_engine_layers and between > 0.15 * step.step_ms:
         reason = "work between the matrix products takes long; Transformer Engine's layers fuse it"
         yield Change(_key("arch", "transformer_impl", "transformer_engine"), between, reason)
-
-
-def _optimizer(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
     if run.dp_size > 1 and not config.optimizer.use_distributed_optimizer:
-        saved = step.milliseconds[kinds.OPTIMIZER] * (1 - 1 / run.dp_size)
+        saved = times[kinds.OPTIMIZER] * (1 - 1 / run.dp_size)
         reason = f"each of {run.dp_size} replicas updates all parameters"
         yield Change(_key("optimizer", "use_distributed_optimizer", True), saved, reason)
 
@@ -295,20 +257,3 @@ def _precision(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iter
         reason = "FP8 products run at twice the rate of bf16; they change the results, so compare the losses"
         saved = step.milliseconds[kinds.MATMUL] / 2
         yield Change(_key("dtype", "fp8", "hybrid"), saved, reason, changes_numbers=True)
-
-
-_RULES: tuple[Callable[[StepBreakdown, RunConfig, ProfiledRun], Iterator[Change]], ...] = (
-    *(
-        _data,
-        _stages_wait,
-        _idle,
-        _pipeline_split,
-        _small_products,
-        _gradient_reduction,
-        _model_communication,
-        _loss,
-        _recompute,
-        _padding,
-    ),
-    *(_implementation, _optimizer, _precision),
-)

@@ -141,16 +141,14 @@ def _label(span: Span) -> Label:
 
 
 def _work(spans: Sequence[Span], num_steps: int) -> tuple[Work, ...]:
-    times: dict[tuple[str, str], float] = defaultdict(float)
-    calls: Counter[tuple[str, str]] = Counter()
-    recognized: dict[tuple[str, str], bool] = {}
+    groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in spans:
-        key = (span.name, span.kind)
-        times[key] += (span.end - span.start) / 1e3
-        calls[key] += span.whole
-        recognized[key] = span.recognized
-    longest = sorted(times, key=lambda key: -times[key])
-    return tuple(Work(*key, calls[key] / num_steps, times[key] / num_steps, recognized[key]) for key in longest)
+        groups[span.name, span.kind].append(span)
+    work = []
+    for (name, kind), group in groups.items():
+        milliseconds = sum(span.end - span.start for span in group) / 1e3 / num_steps
+        work.append(Work(name, kind, sum(span.whole for span in group) / num_steps, milliseconds, group[0].recognized))
+    return tuple(sorted(work, key=lambda each: -each.milliseconds))
 
 
 def as_json(breakdown: StepBreakdown, longest: int = 60) -> dict[str, Any]:

@@ -23,12 +23,12 @@ class ProfileReport:
     iterations: tuple[int, ...]
     ranks: tuple[StepBreakdown, ...]
     """By rank."""
-    usual_ms: float | None
+    usual_step_ms: float | None
     """Median time of earlier steps, which were not profiled; None: there were none."""
     tflops: float
     """Model TFLOP/s per device of the last profiled step."""
-    peak_gib: float
-    """Memory of rank 0."""
+    peak_memory_gib: float
+    """Of rank 0."""
     padding_share: float
     changes: tuple[Change, ...]
     memory_changes: tuple[MemoryChange, ...]
@@ -54,35 +54,28 @@ def text(report: ProfileReport) -> str:
     if len(report.ranks) > 1:
         names = [f"rank {rank}" + (" (slowest)" if rank == report.slowest else "") for rank in chosen]
         lines.append(" " * 24 + "".join(f"{name:>21}" for name in names))
-    for kind in KINDS:
-        cells = [_cell(report.ranks[rank].milliseconds[kind], report.ranks[rank].share(kind)) for rank in chosen]
-        lines.append(f"{_label(kind, report.ranks[0].on_gpu):<24}" + "".join(cells))
-    lines.append(f"{'step':<24}" + "".join(_cell(report.ranks[rank].step_ms, 1.0) for rank in chosen))
-    lines += ["", *_facts(report), *_waits(report, chosen), "", *_advice(report), *_memory_advice(report)]
+    for row in (*KINDS, "step"):
+        steps = [report.ranks[rank] for rank in chosen]
+        times = [(step.step_ms, 1.0) if row == "step" else (step.milliseconds[row], step.share(row)) for step in steps]
+        name = "idle (Python)" if row == IDLE and not steps[0].on_gpu else row
+        lines.append(f"{name:<24}" + "".join(f"{time:>11,.1f} ms {share:>6.1%}" for time, share in times))
+    lines += ["", *_facts(report), *_waits(report, chosen), "", *_advice(report)]
     return "\n".join(lines)
-
-
-def _label(kind: str, on_gpu: bool) -> str:
-    return "idle (Python)" if kind == IDLE and not on_gpu else kind
-
-
-def _cell(milliseconds: float, share: float) -> str:
-    return f"{milliseconds:>11,.1f} ms {share:>6.1%}"
 
 
 def _facts(report: ProfileReport) -> list[str]:
     step = report.ranks[report.slowest]
-    facts = [f"{report.tflops:.3g} model TFLOP/s per device", f"{report.peak_gib:.1f} GiB"]
+    facts = [f"{report.tflops:.3g} model TFLOP/s per device", f"{report.peak_memory_gib:.1f} GiB"]
     facts.append(f"{step.num_kernels:,.0f} {'kernels' if step.on_gpu else 'operations'} a step")
     if report.padding_share:
         facts.append(f"{report.padding_share:.0%} padding")
     if step.communication_ms:
         facts.append(f"{step.communication_ms:,.1f} ms of communication in all")
     lines = [", ".join(facts)]
-    if report.usual_ms is not None:
-        slower = step.step_ms / report.usual_ms - 1
+    if report.usual_step_ms is not None:
+        slower = step.step_ms / report.usual_step_ms - 1
         note = "; the profiler slows Python down, so idle is less without it" if slower > 0.05 else ""
-        lines.append(f"steps without the profiler: {report.usual_ms:,.1f} ms ({slower:+.1%} with it){note}")
+        lines.append(f"steps without the profiler: {report.usual_step_ms:,.1f} ms ({slower:+.1%} with it){note}")
     unknown = [work for work in step.work if not work.recognized]
     if unknown:
         time = sum(work.milliseconds for work in unknown)
@@ -106,33 +99,27 @@ def _waits(report: ProfileReport, chosen: Sequence[int]) -> list[str]:
 
 
 def _advice(report: ProfileReport) -> list[str]:
-    if not report.changes:
-        return ["no change of one key could save more than 1% of the step"]
-    lines, step_ms = ["most promising:"], report.ranks[report.slowest].step_ms
-    for number, change in enumerate(report.changes, start=1):
-        share = f"{change.saves_ms:,.1f} ms ({change.saves_ms / step_ms:.1%})"
-        lines += [f"{number}. {change.override}", f"   could save at most {share} a step", f"   {change.reason}"]
-    return lines
-
-
-def _memory_advice(report: ProfileReport) -> list[str]:
-    lines = ["less memory:"] if report.memory_changes else []
-    for number, change in enumerate(report.memory_changes, start=1):
-        share = f"{change.saves_gib:,.3g} of {change.peak_gib:,.3g} GiB"
-        lines += [f"{number}. {change.override}", f"   could save at most {share}", f"   {change.reason}"]
+    step_ms = report.ranks[report.slowest].step_ms
+    faster = [
+        (change.override, f"{change.saves_ms:,.1f} ms ({change.saves_ms / step_ms:.1%}) a step", change.reason)
+        for change in report.changes
+    ]
+    smaller = [
+        (change.override, f"{change.saves_gib:,.3g} of {change.peak_gib:,.3g} GiB", change.reason)
+        for change in report.memory_changes
+    ]
+    lines = [] if faster else ["no change of one key could save more than 1% of the step"]
+    for title, changes in (("most promising:", faster), ("less memory:", smaller)):
+        lines += [title] if changes else []
+        for number, (override, share, reason) in enumerate(changes, start=1):
+            lines += [f"{number}. {override}", f"   could save at most {share}", f"   {reason}"]
     return lines
 
 
 def json_of(report: ProfileReport) -> dict[str, Any]:
     """All numbers by name, as in profile.json."""
-    return {
-        "title": report.title,
-        "iterations": list(report.iterations),
+    return vars(report) | {
         "slowest_rank": report.slowest,
-        "usual_step_ms": report.usual_ms,
-        "tflops": report.tflops,
-        "peak_memory_gib": report.peak_gib,
-        "padding_share": report.padding_share,
         "changes": [vars(change) for change in report.changes],
         "memory_changes": [vars(change) for change in report.memory_changes],
         "ranks": [as_json(step) for step in report.ranks],

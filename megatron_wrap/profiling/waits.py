@@ -51,15 +51,10 @@ def waits_of(timeline: Timeline) -> tuple[Wait, ...]:
         if idle > 0:
             times[_group(timeline, before, after)].append((idle, _time_in_steps(timeline, begin, ready)))
     per_step = 1e3 * len(timeline.steps)  # microseconds of all steps -> milliseconds of one
-    waits = [
-        Wait(
-            *group,
-            count=len(each) / len(timeline.steps),
-            milliseconds=sum(idle for idle, _ in each) / per_step,
-            late_ms=sum(late for _, late in each) / per_step,
-        )
-        for group, each in times.items()
-    ]
+    waits = []
+    for group, each in times.items():
+        idle, late = map(sum, zip(*each, strict=True))
+        waits.append(Wait(*group, len(each) / len(timeline.steps), idle / per_step, late / per_step))
     return tuple(sorted(waits, key=lambda wait: -wait.milliseconds))
 
 

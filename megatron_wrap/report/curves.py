@@ -1,22 +1,24 @@
-"""Curves over the iterations of runs as inline SVG; labels are HTML and keep their size."""
+"""Curves over the iterations of runs: in the coordinates of the charts of `templates/run.html`, and as PNG files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from megatron_wrap.report.page import escaped
+from megatron_wrap.errors import ConfigError
 
-WIDTH, HEIGHT = 1000, 300
-"""Of the SVG's coordinates; the script in page.py uses the same numbers."""
+_WIDTH, _HEIGHT = 1000, 300
+"""Of the coordinates; those of `run.html` and `curves.js`."""
 _MOST_POINTS = 800
-_COLORS = 6
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve."""
+    """Values of one curve."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -49,12 +51,11 @@ class Point:
 def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[Point]:
     """At most `most` points, each the mean of equally many neighbors (the last may average fewer)."""
     size = max(1, math.ceil(len(points) / most))
+    parts = [points[begin : begin + size] for begin in range(0, len(points), size)]
     means = []
-    for begin in range(0, len(points), size):
-        part = points[begin : begin + size]
-        values = [value for _, value in part]
-        mean_x = sum(x for x, _ in part) / len(part)
-        means.append(Point(mean_x, sum(values) / len(values), min(values), max(values)))
+    for part in parts:
+        x, values = [x for x, _ in part], [value for _, value in part]
+        means.append(Point(math.fsum(x) / len(x), math.fsum(values) / len(x), min(values), max(values)))
     return means
 
 
@@ -65,36 +66,48 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def curves(chart: Chart) -> str:
-    """A figure of the chart.
+def figure(chart: Chart) -> dict[str, Any]:
+    """What `run.html` draws of a chart. Of a run with more than 800 points, the curve is the mean of neighbors with the
+    range of their values as a band.
 
-    Of a run with more than 800 points, the curve is the mean of neighbors and its band the range of their values.
+    Returns:
+        title, unit; range: iterations at the left and right end, values at the bottom and top; rows: (y, label) of the
+        lines of the grid; columns: labels of the iterations; curves: name, color, is_evaluation, line and band, whose
+        points are "x y"; steps_per_point: of the curve with most.
     """
     drawn = [(series, thinned(series.points)) for series in chart.series]
-    frame = _Frame.around(drawn)
-    lines = [mark for order, (series, points) in enumerate(drawn) for mark in _marks(frame, series, points, order)]
-    rows = ticks(frame.low, frame.high)
-    grid = "".join(f'<path class="grid" d="M0 {frame.y(value):.1f}H{WIDTH}"/>' for value in rows)
-    labels = "".join(
-        f'<span style="top:{100 * frame.y(value) / HEIGHT:.2f}%">{short_number(value)}</span>' for value in rows
-    )
-    columns = "".join(f"<span>{frame.left + part * (frame.right - frame.left) / 4:,.0f}</span>" for part in range(5))
-    sizes = {math.ceil(len(series.points) / _MOST_POINTS) for series in chart.series}
-    note = f"<span>means of {max(sizes):,} steps, band: smallest to largest</span>" if max(sizes) > 1 else ""
-    keys = "".join(_key(series, order, len(drawn) > 1) for order, series in enumerate(chart.series))
-    unit = f" <span>{escaped(chart.unit)}</span>" if chart.unit else ""
-    title = escaped(chart.title)
-    return (
-        f'<figure class="plot"><figcaption>{title}{unit}</figcaption><div class="area">{labels}'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" height="200" role="img" aria-label="{title}" '
-        f'data-range="{frame.left:g} {frame.right:g} {frame.low!r} {frame.high!r}">{grid}{"".join(lines)}'
-        f'<line class="cursor" hidden="" x1="0" x2="0" y1="0" y2="{HEIGHT}" vector-effect="non-scaling-stroke"/></svg>'
-        f'</div><div class="axis">{columns}</div><p class="legend">{keys}{note}<span class="at"></span></p></figure>'
-    )
+    points = [point for _, of_series in drawn for point in of_series]
+    low, high = min(point.low for point in points), max(point.high for point in points)
+    margin = 0.05 * (high - low) or 0.1 * abs(high) or 1.0
+    # iterations begin at 0, and a margin does not make positive numbers negative
+    bottom, top = max(0.0, low - margin) if low >= 0 else low - margin, high + margin
+    right = max(point.x for point in points) or 1.0
+
+    def y(value: float) -> float:
+        return round(_HEIGHT * (top - value) / (top - bottom), 2)
+
+    curves: list[dict[str, Any]] = []
+    for series, of_series in drawn:
+        x = [f"{_WIDTH * point.x / right:.1f}" for point in of_series]
+        mean, upper, lower = (
+            [f"{at} {y(value)}" for at, value in zip(x, values, strict=True)]
+            for values in zip(*((point.mean, point.high, point.low) for point in of_series), strict=True)
+        )
+        band = [*upper, *reversed(lower)] if len(of_series) < len(series.points) else []
+        curves.append({"name": series.name, "color": series.color, "line": mean, "band": band})
+        curves[-1]["is_evaluation"] = series.is_evaluation
+    return {
+        "title": chart.title,
+        "unit": chart.unit,
+        "range": (0.0, right, bottom, top),
+        "rows": [(y(value), short_number(value)) for value in ticks(bottom, top)],
+        "columns": [f"{part * right / 4:,.0f}" for part in range(5)],
+        "curves": curves,
+        "steps_per_point": max(math.ceil(len(series.points) / _MOST_POINTS) for series in chart.series),
+    }
 
 
 def short_number(value: float) -> str:
@@ -105,45 +118,37 @@ def short_number(value: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Ranges of both axes."""
+def write_png_files(charts: Sequence[Chart], folder: Path, prefix: str) -> list[Path]:
+    """Write each chart as `folder/PREFIX-TITLE.png`, 1200 x 675 pixels; returns the paths.
 
-    left: float
-    right: float
-    low: float
-    high: float
-
-    @classmethod
-    def around(cls, drawn: Sequence[tuple[Series, Sequence[Point]]]) -> _Frame:
-        points = [point for _, points in drawn for point in points]
-        low, high = min(point.low for point in points), max(point.high for point in points)
-        margin = 0.05 * (high - low) or 0.1 * abs(high) or 1.0
-        bottom = low - margin
-        right = max(point.x for point in points)
-        # iterations begin at 0, and a margin does not make positive numbers negative
-        return cls(0.0, right or 1.0, max(0.0, bottom) if low >= 0 else bottom, high + margin)
-
-    def x(self, iteration: float) -> float:
-        return WIDTH * (iteration - self.left) / (self.right - self.left)
-
-    def y(self, value: float) -> float:
-        return HEIGHT * (1 - (value - self.low) / (self.high - self.low))
-
-
-def _marks(frame: _Frame, series: Series, points: Sequence[Point], order: int) -> Iterator[str]:
-    color = f"line{series.color % _COLORS}"
-    if any(point.low < point.high for point in points):
-        upper = [f"{frame.x(point.x):.1f} {frame.y(point.high):.2f}" for point in points]
-        lower = [f"{frame.x(point.x):.1f} {frame.y(point.low):.2f}" for point in reversed(points)]
-        yield f'<path class="band {color}" d="M{"L".join([*upper, *lower])}Z"/>'
-    positions = [f"{frame.x(point.x):.1f} {frame.y(point.mean):.2f}" for point in points]
-    style = f"{color} dashed" if series.is_evaluation else color
-    yield f'<path class="{style}" data-name=".value{order}" d="M{"L".join(positions)}"/>'
-    if series.is_evaluation or len(points) == 1:
-        yield f'<path class="dots {color}" d="{"".join(f"M{position}h0" for position in positions)}"/>'
-
-
-def _key(series: Series, order: int, is_named: bool) -> str:
-    name = f'<span class="key line{series.color % _COLORS}"></span>{escaped(series.name)}' if is_named else ""
-    return f'<span>{name}<b class="value{order}"></b></span>'
+    Raises:
+        ConfigError: matplotlib is not installed. OSError: a file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "--png: the package matplotlib is not installed; run `pip install matplotlib`, or leave --png out"
+        ) from error
+    written = []
+    for chart in charts:
+        figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for series in chart.series:
+            points = thinned(series.points)
+            color, x = f"C{series.color}", [point.x for point in points]
+            style = "o--" if series.is_evaluation else "o-" if len(points) == 1 else "-"
+            axes.plot(x, [point.mean for point in points], style, color=color, label=series.name, markersize=4)
+            low, high = [point.low for point in points], [point.high for point in points]
+            if low != high:
+                axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+        axes.set_xlabel("iteration")
+        axes.set_ylabel(f"{chart.title} ({chart.unit})" if chart.unit else chart.title)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        path = folder / f"{prefix}-{re.sub('[^A-Za-z0-9._]+', '_', chart.title)}.png"
+        figure.savefig(path)
+        written.append(path)
+    return written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -56,40 +57,39 @@ def read_run_files(path: str) -> RunFiles:
     if not file.is_file():
         missing = f"no {METRICS} in it" if run.is_dir() else f"no such run{missing_path_hint(run)}"
         raise DataError(f"{path}: {missing}; give the folder of megatron_wrap.logger.output_dir of a run")
-    lines, notes = _objects(file, (int, float, type(None)))
+    folder, notes = file.parent, list[str]()
     steps: dict[int, dict[str, float]] = {}
     evaluations: dict[int, dict[str, float]] = {}
-    for entry in lines:
+    for entry in _objects(file, (int, float, type(None)), notes):
         for name, value in entry.items():
             if name == "iteration" or value is None:  # null: not a number, or infinite
                 continue
             is_evaluation = name.startswith(_EVALUATION)
             by_iteration = evaluations if is_evaluation else steps
-            by_iteration.setdefault(entry["iteration"], {})[name[len(_EVALUATION) :] if is_evaluation else name] = value
+            by_iteration.setdefault(entry["iteration"], {})[name.removeprefix(_EVALUATION)] = value
     if not steps and not evaluations:
         raise DataError(f"{file}: it has no steps and no evaluations yet; wait for the run's first step")
     # only the metrics remain of an earlier run in the same folder
     is_last = file.name == METRICS
-    samples, more = (
-        _objects(file.parent / SAMPLES, (int, str)) if is_last and (file.parent / SAMPLES).is_file() else ([], [])
-    )
-    facts = _facts(file.parent / FACTS) if is_last else {}
+    samples = _objects(folder / SAMPLES, (int, str), notes) if is_last and (folder / SAMPLES).is_file() else []
+    facts = _facts(folder / FACTS) if is_last and (folder / FACTS).is_file() else {}
     return RunFiles(
-        name=str(facts.get("name", file.parent.resolve().name if is_last else file)),
-        folder=file.parent,
+        name=str(facts.get("name", folder.resolve().name if is_last else file)),
+        folder=folder,
         steps=dict(sorted(steps.items())),
         evaluations=dict(sorted(evaluations.items())),
         samples=[(entry["iteration"], str(entry.get("prompt")), str(entry.get("text"))) for entry in samples],
         facts=facts,
-        notes=(*notes, *more),
+        notes=tuple(notes),
     )
 
 
-def _objects(file: Path, kinds: tuple[type, ...]) -> tuple[list[dict[str, Any]], list[str]]:
+def _objects(file: Path, kinds: tuple[type, ...], notes: list[str]) -> list[dict[str, Any]]:
     """The objects of a JSON Lines file, and a note if its last line is incomplete.
 
     Args:
         kinds: allowed types of values.
+        notes: receives the note.
     """
     entries: list[dict[str, Any]] = []
     try:
@@ -102,12 +102,12 @@ def _objects(file: Path, kinds: tuple[type, ...]) -> tuple[list[dict[str, Any]],
             entries.append(_checked(json.loads(line), kinds))
         except (ValueError, TypeError) as error:
             if number == len(lines) and not content.endswith(b"\n"):
-                return entries, [f"{file}:{number}: the last line is incomplete and left out; the run was killed"]
+                notes.append(f"{file}:{number}: the last line is incomplete and left out; the run was killed")
+                break
             shown = line[:60].decode("utf-8", "replace")
-            raise DataError(
-                f"{file}:{number}: not a line of a run's records ({error}): {shown!r}; delete the line"
-            ) from error
-    return entries, []
+            message = f"{file}:{number}: not a line of a run's records ({error}): {shown!r}; delete the line"
+            raise DataError(message) from error
+    return entries
 
 
 def _checked(entry: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
@@ -122,12 +122,8 @@ def _checked(entry: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
 
 
 def _facts(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
+    with contextlib.suppress(OSError, ValueError):
         facts = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(facts, dict):
             return facts
-    except (OSError, ValueError):
-        pass
     raise DataError(f"{file}: cannot be read as the facts of a run; delete it, and the page has no configuration")

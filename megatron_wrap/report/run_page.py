@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_wrap.metrics.number_format import counted, four_decimals, with_prefix
-from megatron_wrap.report.curves import curves
-from megatron_wrap.report.page import Cell, Item, Page
+from megatron_wrap.report.curves import figure
+from megatron_wrap.report.page import TEMPLATES, Item, rendered
 from megatron_wrap.report.run_charts import charts_of
 from megatron_wrap.report.run_files import RunFiles
 
@@ -18,18 +19,6 @@ _MOST_ROWS = 40
 _MOST_TEXTS = 300
 _SET_BY_RUN = ("(override)", "(hf_path)", "command line")
 """Endings of the origins of values that are not from the configuration tree."""
-Row = list[str | Cell]
-
-
-@dataclass(frozen=True)
-class CheckpointFacts:
-    """A checkpoint of a run."""
-
-    iteration: int
-    gib: float
-    """Size of its files."""
-    folder: str
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,7 +28,8 @@ class ReportedRun:
     label: str
     """Unique among the runs."""
     files: RunFiles
-    checkpoints: Sequence[CheckpointFacts] = ()
+    checkpoints: Sequence[tuple[str, str, str, str]] = ()
+    """(iteration, GiB, folder, note) of each."""
 
 
 def labels_of(runs: Sequence[RunFiles]) -> list[str]:
@@ -51,36 +41,38 @@ def labels_of(runs: Sequence[RunFiles]) -> list[str]:
 def build_page(runs: Sequence[ReportedRun]) -> str:
     """The HTML of the page."""
     files, labels = [run.files for run in runs], [run.label for run in runs]
-    title = f"Run {labels[0]}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(labels)}"
-    page = Page(title, "; ".join(dict.fromkeys(_subtitle(run) for run in files)))
-    if len(runs) == 1:
-        page.tiles([*_summary(files[0]).items()])
-    else:
-        summaries = [_summary(run) for run in files]
-        head = [*{name: None for summary in summaries for name in summary}]
-        page.table(
-            ("run", *head),
-            [
-                [label, *(Cell(summary.get(name, ""), "number") for name in head)]
-                for label, summary in zip(labels, summaries, strict=True)
-            ],
-        )
-    for run in runs:
-        for note in run.files.notes:
-            page.paragraph(note)
-    for name, charts in charts_of(files, labels).items():
-        is_evaluations = name == "Evaluations"
-        if charts or (is_evaluations and any(run.evaluations for run in files)):
-            page.heading(name)
-        if charts:
-            page.figures([curves(chart) for chart in charts])
-        if is_evaluations:
-            _add_evaluations(page, runs)
-    _add_texts(page, runs)
-    _add_configuration(page, runs)
-    _add_checkpoints(page, runs)
-    _add_environment(page, runs)
-    return page.html()
+    summaries = [_summary(run) for run in files]
+    names = _keys(summaries)
+    environments = {run.label: run.files.facts["environment"] for run in runs if run.files.facts.get("environment")}
+    return rendered(
+        TEMPLATES / "run.html",
+        title=f"Run {labels[0]}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(labels)}",
+        subtitle="; ".join(dict.fromkeys(_subtitle(run) for run in files)),
+        runs=runs,
+        summaries=summaries,
+        summary_names=names,
+        summary_rows=[
+            [label, *(summary.get(name, "") for name in names)]
+            for label, summary in zip(labels, summaries, strict=True)
+        ],
+        sections={name: [*map(figure, charts)] for name, charts in charts_of(files, labels).items()},
+        evaluations=[_evaluations(run) for run in runs if run.files.evaluations],
+        environments=[*environments] if len(environments) > 1 else [""] * len(environments),
+        environment_rows=_rows_by_key(environments.values()),
+        **_texts(runs),
+        **_configurations(runs),
+    )
+
+
+def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The keys of all mappings, each once."""
+    return [*{key: None for mapping in mappings for key in mapping}]
+
+
+def _rows_by_key(mappings: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """A row for each key: the key, and its value in each mapping."""
+    columns = [*mappings]
+    return [[key, *(str(column.get(key, "")) for column in columns)] for key in _keys(columns)]
 
 
 def _subtitle(run: RunFiles) -> str:
@@ -127,30 +119,22 @@ def _values(run: RunFiles, name: str) -> list[float]:
     return [value for _, value in run.curve(name)]
 
 
-def _add_evaluations(page: Page, runs: Sequence[ReportedRun]) -> None:
-    for run in runs:
-        evaluations = run.files.evaluations
-        if not evaluations:
-            continue
-        names = [*{name: None for values in evaluations.values() for name in values}]
-        step = -(-len(evaluations) // _MOST_ROWS)
-        shown = [*evaluations.items()][::-1][::step]  # contains the last one
-        note = f", one of {step}" if step > 1 else ""
-        page.folded(
-            f"Evaluations of {run.label}: {len(evaluations):,}{note}, the last one first",
-            ("iteration", *names),
-            [
-                [Cell(f"{iteration:,}", "number"), *(_number(values.get(name)) for name in names)]
-                for iteration, values in shown
-            ],
-        )
+def _evaluations(run: ReportedRun) -> tuple[str, list[str], list[list[str]]]:
+    """Title, names and rows of the table of a run's evaluations."""
+    evaluations = run.files.evaluations
+    names = _keys(evaluations.values())
+    step = -(-len(evaluations) // _MOST_ROWS)
+    shown = [*evaluations.items()][::-1][::step]  # contains the last one
+    note = f", one of {step}" if step > 1 else ""
+    rows = [
+        [f"{iteration:,}", *(four_decimals(values[name]) if name in values else "" for name in names)]
+        for iteration, values in shown
+    ]
+    return f"Evaluations of {run.label}: {len(evaluations):,}{note}, the last one first", names, rows
 
 
-def _number(value: float | None) -> Cell:
-    return Cell("" if value is None else four_decimals(value), "number")
-
-
-def _add_texts(page: Page, runs: Sequence[ReportedRun]) -> None:
+def _texts(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    """The sample texts, and the choices among runs."""
     items, choices = [], []
     for index, run in enumerate(runs):
         texts = run.files.samples[::-1][:_MOST_TEXTS]
@@ -159,63 +143,20 @@ def _add_texts(page: Page, runs: Sequence[ReportedRun]) -> None:
             Item(f"iteration {iteration:,}", [run.label], [[(prompt, "other"), (text, "trained")]], [f"run{index}"])
             for iteration, prompt, text in texts
         ]
-    if items:
-        page.heading("Sample texts")
-        page.paragraph("Highlighted: written by the model. The newest first; the arrow keys turn pages.")
-        page.items(items, [("", f"all {len(items):,}"), *(choices if len(choices) > 1 else [])])
+    return {"texts": items, "choices": [("", f"all {len(items):,}"), *(choices if len(choices) > 1 else [])]}
 
 
-def _add_configuration(page: Page, runs: Sequence[ReportedRun]) -> None:
-    known = [run for run in runs if run.files.facts.get("configuration")]
-    if not known:
-        return
-    page.heading("Configuration")
-    values = [{path: value for path, value, _ in run.files.facts["configuration"]} for run in known]
-    if len(known) > 1:
-        paths = {path: None for of_run in values for path in of_run}
-        different = [path for path in paths if len({of_run.get(path, "") for of_run in values}) > 1]
-        page.paragraph("Where the runs differ:" if different else "The runs have the same configuration.")
-        rows: list[Row] = [[path, *(of_run.get(path, "") for of_run in values)] for path in different]
-        if rows:
-            page.table(("key", *(run.label for run in known)), rows)
-    for run in known:
-        entries = run.files.facts["configuration"]
-        everything: list[Row] = [[path, value, Cell(origin, "soft")] for path, value, origin in entries]
-        set_by_run = [row for row, (_, _, origin) in zip(everything, entries, strict=True) if _is_set(origin)]
-        head = ("key", "value", "set at")
-        if len(known) == 1:
-            page.table(head, set_by_run)
-        else:
-            page.folded(f"Set by {run.label}: {counted(len(set_by_run), 'key')}", head, set_by_run)
-        page.folded(f"All {len(entries):,} values of {run.label}", head, everything)
+def _configurations(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    """(label, all values, values that the run sets) of each run, and the values in which the runs differ."""
+    known = {run.label: run.files.facts["configuration"] for run in runs if run.files.facts.get("configuration")}
+    rows = _rows_by_key([{path: value for path, value, _ in entries} for entries in known.values()])
+    return {
+        "configurations": [
+            (label, entries, [entry for entry in entries if _is_set(entry[2])]) for label, entries in known.items()
+        ],
+        "differences": [row for row in rows if len({*row[1:]}) > 1],
+    }
 
 
 def _is_set(origin: str) -> bool:
     return origin.endswith(_SET_BY_RUN) or origin.startswith("chosen: ")
-
-
-def _add_checkpoints(page: Page, runs: Sequence[ReportedRun]) -> None:
-    for run in runs:
-        folder = run.files.facts.get("checkpoints")
-        if folder is None:
-            continue
-        page.heading("Checkpoints" if len(runs) == 1 else f"Checkpoints of {run.label}")
-        if not run.checkpoints:
-            page.paragraph(f"None in {folder}.")
-            continue
-        rows: list[Row] = [
-            [Cell(f"{saved.iteration:,}", "number"), Cell(f"{saved.gib:.3g}", "number"), saved.folder, saved.note]
-            for saved in run.checkpoints
-        ]
-        page.table(("iteration", "GiB", "folder", ""), rows)
-
-
-def _add_environment(page: Page, runs: Sequence[ReportedRun]) -> None:
-    known = [run for run in runs if run.files.facts.get("environment")]
-    if not known:
-        return
-    page.heading("Environment")
-    environments = [run.files.facts["environment"] for run in known]
-    names = [*{name: None for environment in environments for name in environment}]
-    head = ("", "") if len(known) == 1 else ("", *(run.label for run in known))
-    page.table(head, [[Cell(name, "soft"), *(str(values.get(name, "")) for values in environments)] for name in names])

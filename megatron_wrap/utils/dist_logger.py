@@ -71,9 +71,8 @@ class _ConsoleStack:
 
     def __init__(self) -> None:
         self._levels: list[tuple[object, str]] = []
-        self._sink: int | None = None
-        self._shown = ""  # level of the sink
-        self._default_sink = 0  # id of loguru's initial sink on stderr
+        self._sink = self._default_sink = 0  # ids; 0: of loguru's initial sink on stderr
+        self._shown = ""  # level of the sink; empty: there is none
         self._removed_default = False
 
     def push(self, level: str) -> Callable[[], None]:
@@ -82,24 +81,22 @@ class _ConsoleStack:
         self._refresh()
 
         def undo() -> None:
-            remaining = [entry for entry in self._levels if entry[0] is not token]
-            if len(remaining) != len(self._levels):
-                self._levels = remaining
-                self._refresh()
+            self._levels = [entry for entry in self._levels if entry[0] is not token]
+            self._refresh()
 
         return undo
 
     def _refresh(self) -> None:
-        if self._sink is not None:
-            if self._levels and self._levels[-1][1] == self._shown:
-                return  # the same sink; loguru takes milliseconds for another
+        level = self._levels[-1][1] if self._levels else ""
+        if level == self._shown:
+            return  # the same sink; loguru takes milliseconds for another
+        if self._shown:
             _remove(self._sink)
-            self._sink = None
-        if self._levels:
+        self._shown = level
+        if level:
             # Replace only loguru's default sink; keep sinks that the host program added.
             self._removed_default = _remove(self._default_sink) or self._removed_default
-            self._shown = self._levels[-1][1]
-            self._sink = _add_console(self._shown)
+            self._sink = _add_console(level)
         elif self._removed_default:
             self._removed_default = False
             if sys.stderr is not None:

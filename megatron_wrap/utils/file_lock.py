@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_wrap.utils.dist_logger import logger
 
@@ -64,11 +63,11 @@ def held(folder: Path) -> Iterator[None]:
             since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
             holder_file.write_text(json.dumps({**me, "since": since}), encoding="utf-8")
         except Timeout:
-            holder = _holder(holder_file)
-            if {key: holder.get(key) for key in me} != me:
-                details = "process {process} on {host} since {since}".format_map(
-                    {"process": "?", "host": "?", **holder}
-                )
+            holder = {"process": "?", "host": "?", "since": "?"}
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                holder |= json.loads(holder_file.read_text(encoding="utf-8"))
+            if {key: holder[key] for key in me} != me:
+                details = "process {process} on {host} since {since}".format_map(holder)
                 raise FolderInUse(f"{folder} is in use by another run, {details}") from None
     try:
         yield
@@ -77,12 +76,3 @@ def held(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 holder_file.unlink()
         lock.release()
-
-
-def _holder(path: Path) -> dict[str, Any]:
-    """What the process that holds a folder wrote about itself."""
-    with contextlib.suppress(OSError, ValueError):
-        written = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(written, dict):
-            return {"since": "?", **written}
-    return {"since": "?"}

@@ -1,6 +1,7 @@
 """`metrics.jsonl` and `samples.jsonl`: one strict JSON object per line; a resumed run continues the files."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -9,9 +10,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_wrap.utils.atomic_write import atomic_file
+from megatron_wrap.utils.atomic_write import atomic_file, named_write_errors
 from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.logger_errors import refuse_unwritable
+from megatron_wrap.utils.logger_errors import WRITABLE
 
 
 class _JsonLinesFile:
@@ -37,11 +38,12 @@ class _JsonLinesFile:
         self._file: FileIO | None = None
         if logger.rank != 0:
             return
-        with refuse_unwritable("metrics", self.path):
+        with named_write_errors(self.path, WRITABLE):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 if resume_from is None:
-                    self.path.rename(_free_name(self.path))
+                    numbered = (self.path.with_suffix(f".{n}{self.path.suffix}") for n in itertools.count(1))
+                    self.path.rename(next(path for path in numbered if not path.exists()))
                 else:
                     self._known = _remove_after(self.path, resume_from)
             self._file = FileIO(self.path, "a")  # unbuffered: what a full disk refuses is not written later
@@ -108,13 +110,6 @@ def _json_number(value: Any) -> int | float | None:
         return value
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_suffix(f".{number}{path.suffix}")).exists():
-        number += 1
-    return candidate
 
 
 def _remove_after(path: Path, iteration: int) -> set[str]:

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron_wrap.errors import ConfigError, MegatronWrapError
 from megatron_wrap.utils.dist_logger import logger
 
-
-@contextlib.contextmanager
-def refuse_unwritable(files: str, path: Path) -> Iterator[None]:
-    """Convert an OSError of a logger's first write into a ConfigError.
-
-    Args:
-        files: description of the files, in the plural, for the message.
-
-    Raises:
-        ConfigError: the body raised an OSError.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{files} cannot be written to {path}: {error.strerror}; "
-            "set megatron_wrap.logger.output_dir to a writable folder"
-        ) from error
+WRITABLE = "set megatron_wrap.logger.output_dir to a writable folder"
+"""What to do when a logger's first write fails."""
 
 
 class ToleratedErrors:

@@ -1,16 +1,14 @@
-"""Progress with the remaining time: of a run's steps on a terminal, of other long work anywhere."""
+"""Progress with the remaining time, by tqdm: of a run's steps on a terminal, of other long work anywhere."""
 
 import contextlib
 import os
 import shutil
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_wrap.metrics.declared import console_text
-from megatron_wrap.metrics.number_format import counted, with_prefix
+from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
@@ -25,14 +23,22 @@ def _has_terminal() -> bool:
 
 
 def _bar(**arguments: Any) -> "tqdm":
-    """A tqdm bar on stderr, as wide as the terminal; a pseudo-terminal may report a width of 0, with which tqdm shows
-    nothing."""
-    from tqdm import tqdm as bar_class
+    """A bar of tqdm without its thread, which a process that forks must not have."""
+    from tqdm import tqdm
 
+    class Bar(tqdm):
+        monitor_interval = 0
+
+    return Bar(**arguments)
+
+
+def _terminal_bar(**arguments: Any) -> "tqdm":
+    """A bar on stderr, as wide as the terminal; a pseudo-terminal may report a width of 0, with which tqdm shows
+    nothing."""
     with contextlib.suppress(OSError):
         if os.get_terminal_size(sys.stderr.fileno()).columns > 0:
-            return bar_class(**arguments, dynamic_ncols=True, file=sys.stderr)
-    return bar_class(**arguments, ncols=shutil.get_terminal_size().columns, file=sys.stderr)
+            return _bar(**arguments, dynamic_ncols=True, file=sys.stderr)
+    return _bar(**arguments, ncols=shutil.get_terminal_size().columns, file=sys.stderr)
 
 
 class ProgressBar:
@@ -44,9 +50,7 @@ class ProgressBar:
     """
 
     def __init__(self, total: int, initial: int = 0) -> None:
-        self._bar: tqdm | None = None
-        if _has_terminal():
-            self._bar = _bar(total=total, initial=initial, unit="step")
+        self._bar = _terminal_bar(total=total, initial=initial, unit="step") if _has_terminal() else None
 
     @property
     def enabled(self) -> bool:
@@ -68,6 +72,20 @@ class ProgressBar:
             self._bar = None
 
 
+class _LogLines:
+    """The file of a bar without a terminal: logs its lines."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self._log(text.strip())
+
+    def flush(self) -> None:
+        """There is nothing to flush."""
+
+
 class WorkProgress(contextlib.AbstractContextManager["WorkProgress"]):
     """Progress of long work on rank 0, with the remaining time: on a terminal a bar, which disappears at the end, else
     a log line every 10 seconds.
@@ -80,37 +98,32 @@ class WorkProgress(contextlib.AbstractContextManager["WorkProgress"]):
     """
 
     def __init__(self, work: str, total: int | None, unit: str, any_rank: bool = False) -> None:
-        self._log = logger.info_all_ranks if any_rank else logger.info_rank_0
-        self._work, self._total, self._unit = work, total, unit
-        self._done, self._started = 0, time.monotonic()
-        self._reported = self._started
-        self._bar: tqdm | None = None
+        scaled = unit == "B"
+        common: dict[str, Any] = {"total": total, "desc": work, "unit": unit, "unit_scale": scaled, "leave": False}
         if _has_terminal():
-            self._bar = _bar(total=total, desc=work, unit=unit, unit_scale=unit == "B", leave=False)
+            self._bar = _terminal_bar(**common)
+            return
+        done, of_total = ("{n_fmt}B", "{total_fmt}B") if scaled else ("{n:,}", "{total:,}")
+        of_total = "" if total is None else f" of {of_total}"
+        units = "" if scaled else " " + counted(0, unit).partition(" ")[2]
+        self._bar = _bar(
+            **common,
+            file=_LogLines(logger.info_all_ranks if any_rank else logger.info_rank_0),
+            bar_format=f"{{desc}}: {done}{of_total}{units}" + ("" if total is None else ", {remaining} left"),
+            mininterval=_SECONDS_BETWEEN_LINES,
+            delay=_SECONDS_BETWEEN_LINES,
+            miniters=1,
+            smoothing=0,
+            position=0,
+        )
 
     def advance(self, count: int = 1) -> None:
         """Add units that are done."""
-        self._done += count
-        if self._bar is not None:
-            self._bar.update(count)
-        elif time.monotonic() - self._reported >= _SECONDS_BETWEEN_LINES:
-            self._reported = time.monotonic()
-            self._log(self._line())
+        self._bar.update(count)
 
     def close(self) -> None:
         """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
-
-    def _line(self) -> str:
-        def amount(count: int) -> str:
-            return f"{with_prefix(count)}B" if self._unit == "B" else counted(count, self._unit)
-
-        if self._total is None:
-            return f"{self._work}: {amount(self._done)}"
-        done = f"{self._done:,}" if self._unit != "B" else amount(self._done)
-        left = (time.monotonic() - self._started) / max(self._done, 1) * (self._total - self._done)
-        return f"{self._work}: {done} of {amount(self._total)}, {timedelta(seconds=round(left))} left"
+        self._bar.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,5 +1,6 @@
 """Metrics to Weights & Biases: online with an API key, else offline; never prompts and never stops training."""
 
+import contextlib
 import importlib.util
 import netrc
 import os
@@ -10,8 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_wrap.errors import ConfigError
+from megatron_wrap.utils.atomic_write import named_write_errors
 from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.logger_errors import missing_package, refuse_unwritable
+from megatron_wrap.utils.logger_errors import WRITABLE, missing_package
 
 INIT_TIMEOUT_SECONDS = 20
 """Longest wait for the server at the start, before the run continues offline."""
@@ -54,31 +56,21 @@ class WandbLogger:
         spec = importlib.util.find_spec("wandb")
         if spec is None or spec.origin is None:  # no origin: not the package but a folder `wandb` of an earlier run
             raise missing_package("wandb", "wandb")
-        folder = Path(output_dir)
-        with refuse_unwritable("wandb files", folder):
-            run_id = _run_id(folder, resume_from is not None)
-        arguments: dict[str, Any] = {
-            "project": project,
-            "name": name,
-            "config": dict(config),
-            "dir": str(folder),
-            "id": run_id,
-        }
-        if resume_from is not None:
-            arguments["resume"] = "allow"
-        mode = _mode()
-        if mode == "online":
+        folder, resumes = Path(output_dir), resume_from is not None
+        with named_write_errors(folder / "wandb", WRITABLE):
+            run_id = _run_id(folder, resumes)
+        arguments = {"project": project, "name": name, "config": dict(config), "dir": str(folder), "id": run_id}
+        arguments |= {"resume": "allow"} if resumes else {}
+        chosen = _mode()
+        for mode in ("online", "offline") if chosen == "online" else (chosen,):
             try:
                 self._run = _start(mode, arguments)
+                break
             except Exception as error:  # errors of the network, the key and the server have no common class
+                if mode != "online":
+                    raise ConfigError(f"wandb cannot record the run under {folder}: {_first_line(error)}") from error
                 logger.warning_rank_0(f"wandb cannot go online ({_first_line(error)}); recording the run offline")
-                mode = "offline"
                 arguments["id"] = _run_id(folder, False)  # wandb's service still uses the first id
-        if self._run is None:
-            try:
-                self._run = _start(mode, arguments)
-            except Exception as error:
-                raise ConfigError(f"wandb cannot record the run under {folder}: {_first_line(error)}") from error
         if mode != "disabled":
             sync = f"recorded offline; `wandb sync {Path(self._run.dir).parent}` uploads it"
             logger.info_rank_0(f"wandb: {self._run.url if mode == 'online' else sync}")
@@ -108,14 +100,11 @@ def has_key() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    netrc_path = os.environ.get("NETRC")
-    for path in [Path(netrc_path)] if netrc_path else [Path("~/.netrc"), Path("~/_netrc")]:
-        try:
-            entry = netrc.netrc(str(path.expanduser())).authenticators(host)
-        except (OSError, RuntimeError, netrc.NetrcParseError):  # RuntimeError: no home folder
-            continue
-        if entry is not None and entry[2]:
-            return True
+    for path in [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]:
+        with contextlib.suppress(OSError, RuntimeError, netrc.NetrcParseError):  # RuntimeError: no home folder
+            entry = netrc.netrc(os.path.expanduser(path)).authenticators(host)
+            if entry is not None and entry[2]:
+                return True
     return False
 
 
@@ -129,10 +118,10 @@ def _mode() -> str:
 def _start(mode: Any, arguments: dict[str, Any]) -> Any:
     import wandb
 
-    settings: dict[str, Any] = {"init_timeout": INIT_TIMEOUT_SECONDS, "console": "off", "silent": True}
-    if "finish_timeout" in wandb.Settings.model_fields:  # absent from older wandb versions
-        settings["finish_timeout"] = FINISH_TIMEOUT_SECONDS
-    return wandb.init(mode=mode, settings=wandb.Settings(**settings), **arguments)
+    settings = wandb.Settings(
+        init_timeout=INIT_TIMEOUT_SECONDS, finish_timeout=FINISH_TIMEOUT_SECONDS, console="off", silent=True
+    )
+    return wandb.init(mode=mode, settings=settings, **arguments)
 
 
 def _run_id(output_dir: Path, resume: bool) -> str:

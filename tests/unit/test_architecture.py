@@ -61,6 +61,7 @@ MARK = "Megatron-Core's mark on a parameter, by which it reduces gradients"
 SPEC = "a layer spec is made for one model, and its submodules are exchanged by assignment"
 STORAGE = "torch exchanges the storage of a parameter through it, as Module.to does"
 FOREIGN = {
+    "cli/": {"of arguments of a parser that cli/completion.py has made": ["nargs"]},
     "engine/": {
         SCHEDULE: ["finalize_model_grads_func", "no_sync_func", "grad_sync_func", "grad_scale_func"],
         MARK: ["allreduce"],

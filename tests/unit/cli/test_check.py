@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,64 +52,45 @@ def save_checkpoint(folder: str, iteration: int, vocab_size: int = 60) -> None:
     store.commit(partial, iteration, {"vocab_size": vocab_size})
 
 
-def write(name: str, text: str) -> Callable[[], object]:
-    return lambda: Path(name).write_text(text)
+def save() -> None:
+    save_checkpoint("saved", 2)
 
 
-FAULTS: list[tuple[str, list[str], str, Callable[[], object]]] = [
-    ("configuration", [f"{TRAIN}.micro_batch_sise=2"], "did you mean micro_batch_size", lambda: None),
-    ("configuration", [f"{TRAIN}.train_iters=ten"], "train_iters", lambda: None),
-    ("configuration", [f"{TRAIN}.seq_length=0"], "at least 1, not 0", lambda: None),
-    ("configuration", [f"{TRAIN}.train_epochs=2"], "train_iters 6 and train_epochs 2", lambda: None),
-    ("configuration", [f"{TRAIN}.global_batch_size=5"], "nearest legal sizes: 4 and 6", lambda: None),
-    ("configuration", [f"{PARALLEL}.tensor_model_parallel_size=3"], "legal sizes for this model: 1, 2", lambda: None),
-    ("configuration", [f"{ARCH}.transformer_impl=transformer_engine"], "platform auto or cuda", lambda: None),
-    ("configuration", [f"{RATE}.lr_warmup_iters=6"], "warm-up of 6", lambda: None),
-    ("data files", [f"{DATA}.train=trian.jsonl"], "did you mean train.jsonl?", lambda: None),
-    ("folders", [f"{DATA}.tokenizer=none"], "no tokenizer folder 'none'", lambda: None),
-    ("folders", [f"{TRAIN}.load=none"], "no checkpoint folder 'none'", lambda: None),
-    ("folders", ["megatron_wrap.logger.output_dir=run.yaml"], "is a file", lambda: None),
-    ("layout", ["--nproc-per-node=3"], "nearest legal sizes: 6", lambda: None),
-    (
-        "layout",
-        ["--nproc-per-node=3", f"{PARALLEL}.tensor_model_parallel_size=2"],
-        "start a multiple of 2",
-        lambda: None,
-    ),
-    ("data", [], "train.jsonl:2: not JSON", write("train.jsonl", f"{GOOD_ROW}{{broken\n")),
-    ("data", [], "no samples", write("train.jsonl", "")),
-    (
-        "checkpoint",
-        [f"{TRAIN}.save=saved", f"{ARCH}.ffn_hidden_size=96"],
-        "was 64",
-        lambda: save_checkpoint("saved", 2),
-    ),
+def write_rows(text: str) -> Callable[[], object]:
+    return lambda: Path("train.jsonl").write_text(text)
+
+
+OFFLOADING = [f"{ARCH}.cpu_offloading=true", f"{ARCH}.cpu_offloading_num_layers=5"]
+SAVED, LONG = f"{TRAIN}.save=saved", '{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]}\n'
+FAULTS: list[tuple[Any, ...]] = [
+    ("configuration", [f"{TRAIN}.micro_batch_sise=2"], "did you mean micro_batch_size"),
+    ("configuration", [f"{TRAIN}.train_iters=ten"], "train_iters"),
+    ("configuration", [f"{TRAIN}.seq_length=0"], "at least 1, not 0"),
+    ("configuration", [f"{TRAIN}.train_epochs=2"], "train_iters 6 and train_epochs 2"),
+    ("configuration", [f"{TRAIN}.global_batch_size=5"], "nearest legal sizes: 4 and 6"),
+    ("configuration", [f"{PARALLEL}.tensor_model_parallel_size=3"], "legal sizes for this model: 1, 2"),
+    ("configuration", [f"{ARCH}.transformer_impl=transformer_engine"], "platform auto or cuda"),
+    ("configuration", [f"{RATE}.lr_warmup_iters=6"], "warm-up of 6"),
+    ("data files", [f"{DATA}.train=trian.jsonl"], "did you mean train.jsonl?"),
+    ("folders", [f"{DATA}.tokenizer=none"], "no tokenizer folder 'none'"),
+    ("folders", [f"{TRAIN}.load=none"], "no checkpoint folder 'none'"),
+    ("folders", ["megatron_wrap.logger.output_dir=run.yaml"], "is a file"),
+    ("layout", ["--nproc-per-node=3"], "nearest legal sizes: 6"),
+    ("layout", ["--nproc-per-node=3", f"{PARALLEL}.tensor_model_parallel_size=2"], "start a multiple of 2"),
+    ("data", [], "train.jsonl:2: not JSON", write_rows(f"{GOOD_ROW}{{broken\n")),
+    ("data", [], "no samples", write_rows("")),
+    ("checkpoint", [SAVED, f"{ARCH}.ffn_hidden_size=96"], "was 64", save),
     ("checkpoint", [f"{TRAIN}.load=old"], "old torch format", lambda: Path("old/mp_rank_00").mkdir(parents=True)),
-    (
-        "learning-rate schedule",
-        [f"{TRAIN}.save=saved", f"{TRAIN}.train_iters=9"],
-        "was 6 (24 samples) and is 9 (36 samples)",
-        lambda: save_checkpoint("saved", 2),
-    ),
-    (
-        "learning-rate schedule",
-        [f"{TRAIN}.save=saved", "megatron_wrap.checkpoint.resume=never"],
-        "resume is never",
-        lambda: save_checkpoint("saved", 2),
-    ),
-    ("reference model", ["megatron_wrap.models.reference={checkpoint: here}"], "contains no checkpoint", lambda: None),
-    ("flow", [f"{FLOW}.flow_key=gpt_stf"], "gpt_stf", lambda: None),
-    ("flow", [f"{FLOW}.loss_on=user"], "must be one of assistant", lambda: None),
-    ("adapter", [LORA, f"{ADAPTER}.target_modules=[q_prj]"], "did you mean q_proj?", lambda: None),
-    ("adapter", [LORA, f"{ADAPTER}.path=here"], "here/adapter_config.json: cannot be read", lambda: None),
-    (
-        "sample lengths",
-        [f"{FLOW}.truncation=refuse", f"{TRAIN}.seq_length=2"],
-        "train.jsonl:1: ",
-        write("train.jsonl", '{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]}\n' * 4),
-    ),
+    ("learning-rate schedule", [SAVED, f"{TRAIN}.train_iters=9"], "was 6 (24 samples) and is 9 (36 samples)", save),
+    ("learning-rate schedule", [SAVED, "megatron_wrap.checkpoint.resume=never"], "resume is never", save),
+    ("reference model", ["megatron_wrap.models.reference={checkpoint: here}"], "contains no checkpoint"),
+    ("flow", [f"{FLOW}.flow_key=gpt_stf"], "gpt_stf"),
+    ("flow", [f"{FLOW}.loss_on=user"], "must be one of assistant"),
+    ("adapter", [LORA, f"{ADAPTER}.target_modules=[q_prj]"], "did you mean q_proj?"),
+    ("adapter", [LORA, f"{ADAPTER}.path=here"], "here/adapter_config.json: cannot be read"),
+    ("sample lengths", [f"{FLOW}.truncation=refuse", f"{TRAIN}.seq_length=2"], "train.jsonl:1: ", write_rows(LONG)),
 ]
-"""Name of the validation, arguments, part of its message, and what is done before."""
+"""Name of the validation, arguments, part of its message, and what is done before if there is something."""
 
 
 def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[tuple[str, str]]:
@@ -118,16 +100,13 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[tuple[st
     return [(item["name"], item["text"]) for item in items if item["status"] == "error"]
 
 
-@pytest.mark.parametrize(("name", "arguments", "part", "prepare"), FAULTS, ids=[fault[2] for fault in FAULTS])
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault[2] for fault in FAULTS])
 def test_check_and_train_report_the_same(
-    name: str,
-    arguments: list[str],
-    part: str,
-    prepare: Callable[[], object],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    fault: tuple[Any, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare()
+    name, arguments, part, *prepare = fault
+    for function in prepare:
+        function()
     monkeypatch.setattr(local, "launch_processes", lambda *_: pytest.fail("processes were started"))
     files = sorted(Path().rglob("*"))
     assert main(["train", "run.yaml", *arguments]) == 2
@@ -146,12 +125,7 @@ def test_check_and_train_report_the_same(
         ("first rows", [], "train.jsonl:2: the sample has the token id 60, but", GOOD_ROW + OUTSIDE + GOOD_ROW * 2),
         ("tokenizer", [f"{TRAIN}.load=saved", f"{TRAIN}.finetune=true"], "61 rows there and 60 here", GOOD_ROW * 8),
         ("platform", ["megatron_wrap.logger.metric_loggers=[csv]"], "csv", GOOD_ROW * 8),
-        (
-            "platform",
-            [f"{ARCH}.cpu_offloading=true", f"{ARCH}.cpu_offloading_num_layers=5"],
-            "Megatron-Core rejects",
-            GOOD_ROW * 8,
-        ),
+        ("platform", OFFLOADING, "Megatron-Core rejects", GOOD_ROW * 8),
     ],
 )
 def test_check_finds_what_the_processes_find_while_they_set_up(

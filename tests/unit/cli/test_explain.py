@@ -37,35 +37,27 @@ def line_of(path: str, start: str) -> str:
     return f"{path}:{number}"
 
 
-def test_a_key_says_value_type_meaning_and_every_source(explain: Explain) -> None:
-    assert explain("megatron_lm.train.learning-rate.lr", "megatron_lm.train.learning-rate.lr=3e-4") == (
-        "megatron_lm.train.learning-rate.lr = 0.0003\n"
-        "  type: a number, at least 0\n"
-        "  Peak learning rate.\n"
-        "  set at command line: 0.0003\n"
-        f"  over {line_of('configs/tiny-llama-sft.yaml', 'lr: ')} (override): 0.002\n"
-        f"  over {line_of('configs/nest/megatron_lm/train/learning-rate.yaml', 'lr: ')} (default): null\n"
-    )
+def test_a_key_has_its_value_type_meaning_and_every_origin(explain: Explain) -> None:
+    lr = "megatron_lm.train.learning-rate.lr"
+    run, default = "configs/tiny-llama-sft.yaml", "configs/nest/megatron_lm/train/learning-rate.yaml"
+    facts = explain(lr, f"{lr}=3e-4").splitlines()
+    origins = [f"over {line_of(run, 'lr: ')} (override): 0.002", f"over {line_of(default, 'lr: ')} (default): null"]
+    expected = [f"{lr} = 0.0003", "a number, at least 0", "Peak learning rate", "command line: 0.0003", *origins]
+    assert [fact in line for fact, line in zip(expected, facts, strict=True)] == [True] * 6
 
 
-def test_a_key_of_megatron_core_says_what_megatron_core_says(explain: Explain) -> None:
-    unset = explain("megatron_lm.model.arch.qk_l2_norm")
-    assert unset == (
-        "megatron_lm.model.arch.qk_l2_norm is not set\n"
-        "  type: bool (Megatron-Core's TransformerConfig, default False)\n"
-        "  Whether to apply llama 4-style qk L2 norm.\n"
-    )
-    with_override = explain("megatron_lm.model.arch.qk_l2_norm", "megatron_lm.model.arch.qk_l2_norm=true")
-    assert with_override.startswith("megatron_lm.model.arch.qk_l2_norm = true\n  type: bool (Megatron-Core's")
-    assert with_override.endswith("  set at command line: true\n")
+def test_a_key_of_megatron_core_has_megatron_core_s_meaning(explain: Explain) -> None:
+    name, kind, meaning = explain(key := "megatron_lm.model.arch.qk_l2_norm").splitlines()
+    assert "not set" in name
+    assert "bool (Megatron-Core's TransformerConfig, default False)" in kind
+    assert "qk L2 norm" in meaning
+    assert explain(key, f"{key}=true").startswith(f"{key} = true\n")
 
 
-def test_a_key_of_a_flow_says_its_comment(explain: Explain) -> None:
+def test_a_key_of_a_flow_has_its_comment(explain: Explain) -> None:
     lines = explain("megatron_wrap.flow.collate_type").splitlines()
-    assert lines[1:3] == [
-        "  type: a string",
-        "  variable_length: pad to the longest sequence of the micro-batch; fixed_length: pad to seq_length.",
-    ]
+    assert "a string" in lines[1]
+    assert "pad to the longest sequence" in lines[2]
 
 
 def test_a_comment_above_a_key_counts_too(write_overlay: Callable[[str], str]) -> None:
@@ -133,41 +125,30 @@ def test_the_last_part_is_enough_where_it_is_unique(explain: Explain) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "message"),
+    ("arguments", "words"),
     [
-        ("megatron_lm.train.comon.seed", "did you mean megatron_lm.train.common.seed?"),
-        ("truncatoin", "did you mean megatron_wrap.flow.truncation?"),
-        ("zzz", "error: zzz: unknown key\n"),
+        (["megatron_lm.train.comon.seed"], ["did you mean megatron_lm.train.common.seed?"]),
+        (["truncatoin"], ["did you mean megatron_wrap.flow.truncation?"]),
+        (["zzz"], ["zzz: unknown key"]),
+        (["seed", "megatron_lm.train.common.sead=1"], ["command line", ".common.sead", "did you mean seed?"]),
+        (["seed", "megatron_lm.train.common.seed=a"], ["command line", ".common.seed", "an integer", "'a'"]),
+        (["seed", "lr"], ["one KEY", "seed, lr"]),
     ],
 )
-def test_an_unknown_key_names_the_nearest_and_exits_2(explain: Explain, key: str, message: str) -> None:
-    assert message in explain(key, code=2)
+def test_a_mistake_is_one_line(explain: Explain, arguments: list[str], words: list[str]) -> None:
+    (line,) = explain(*arguments, code=2).splitlines()
+    assert line.startswith("error: ")
+    assert all(word in line for word in words), line
 
 
-def test_a_mistake_in_the_configuration_is_one_line(explain: Explain) -> None:
-    assert explain("seed", "megatron_lm.train.common.sead=1", code=2) == (
-        "error: command line megatron_lm.train.common.sead: unknown key; did you mean seed?\n"
-    )
-    assert explain("seed", "megatron_lm.train.common.seed=a", code=2) == (
-        "error: command line megatron_lm.train.common.seed: must be an integer, not the string 'a'\n"
-    )
-    assert explain("seed", "lr", code=2).startswith("error: one KEY at a time, not 2: seed, lr;")
-
-
-def test_every_value_of_every_shipped_run_has_a_meaning() -> None:
+def test_every_shipped_run_is_accepted_and_each_of_its_values_has_a_meaning() -> None:
     for path in sorted(CONFIGS.glob("*.yaml")):
+        check_configuration(load_run_config(path))
         tree = load_tree(path)
         for key in tree.leaves():
             explanation = explain_value(tree, key)
             assert explanation.doc, key
             assert explanation.kind not in ("any value", ""), key
-
-
-def test_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["explian"])
-    assert end.value.code == 2
-    assert "explain" in capsys.readouterr().err
 
 
 FLOW, TRAIN = "megatron_wrap.flow", "megatron_lm.train.common"
@@ -198,22 +179,12 @@ def test_what_the_configuration_alone_contradicts_is_explained_and_refused(
 
 def test_a_layout_that_no_number_of_processes_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CONFIGS.parent)
-    interleaved = load_run_config(
-        "configs/tiny-llama-mock.yaml",
-        [
-            "megatron_lm.model.parallel.pipeline_model_parallel_size=2",
-            "megatron_lm.model.parallel.virtual_pipeline_model_parallel_size=2",
-            f"{TRAIN}.micro_batch_size=1",
-            f"{TRAIN}.global_batch_size=3",
-        ],
-    )
+    parallel = "megatron_lm.model.parallel"
+    stages = [f"{parallel}.{name}pipeline_model_parallel_size=2" for name in ("", "virtual_")]
+    sizes = [f"{TRAIN}.micro_batch_size=1", f"{TRAIN}.global_batch_size=3"]
+    interleaved = load_run_config("configs/tiny-llama-mock.yaml", [*stages, *sizes])
     with pytest.raises(LayoutError, match="a multiple of 2 micro-batches"):
         check_configuration(interleaved)
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_configurations_are_not_refused(path: Path) -> None:
-    check_configuration(load_run_config(path))
 
 
 def test_a_key_names_the_line_that_another_selection_leaves_out(explain: Explain) -> None:
@@ -231,11 +202,10 @@ def test_the_modules_of_an_adapter_are_listed_after_its_section(explain: Explain
     lines = explain("megatron_wrap.adapter", *lora, "megatron_wrap.adapter.rank_pattern={layers.0.self_attn.q_proj: 2}")
     first, *kinds = lines.splitlines()[-4:]
     trainable = 2 * (256 + 256) + 8 * 3 * (256 + 256) + 8 * 4 * (704 + 256)
-    assert first == f"LoRA on 8 modules (down_proj, q_proj): trainable params: {trainable:,}"
-    assert kinds == [
-        "q_proj: 1 module, rank 2, 1,024 parameters",
-        "down_proj: 4 modules, rank 8, 30,720 parameters",
-        "q_proj: 3 modules, rank 8, 12,288 parameters",
+    assert re.search(rf"LoRA on 8 modules \(down_proj, q_proj\).* {trainable:,}", first)
+    numbers = [re.findall(r"^\w+|[\d,]+\d|\d", kind) for kind in kinds]
+    assert numbers == [
+        *(["q_proj", "1", "2", "1,024"], ["down_proj", "4", "8", "30,720"], ["q_proj", "3", "8", "12,288"])
     ]
     known = explain("megatron_wrap.adapter", *lora, "megatron_lm.model.arch.vocab_size=4096")
     assert "trainable params: 47,104 || all params: 5,095,680 || trainable%: 0.9244" in known

@@ -14,7 +14,9 @@ import pytest
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
 from megatron_wrap.core.validation.samples import check_lengths
+from megatron_wrap.data.inspect.inspection import Counts
 from megatron_wrap.errors import DataError
+from megatron_wrap.report.page import rendered
 
 ROOT = Path(__file__).parents[3]
 Run = Callable[..., str]
@@ -119,3 +121,24 @@ def test_the_validation_finds_a_pair_that_is_too_long_and_refused(run):
     check_lengths(load_run_config(config, overrides))
     with pytest.raises(DataError, match=r"preference-train\.jsonl:\d+: a sample has \d+ tokens"):
         check_lengths(load_run_config(config, [overrides[0], "megatron_lm.train.common.seq_length=64"]))
+
+
+def test_the_charts_have_the_numbers_of_the_data():
+    """Bars of counts with a line at the limit, and a bar divided in proportion."""
+    numbers: dict[str, Any] = dict.fromkeys(("title", "subtitle"), "") | dict.fromkeys(
+        ("numbers", "findings", "lengths", "efficiencies", "sources", "samples", "choices"), ()
+    )
+    template = ROOT / "megatron_wrap/cli/templates/inspect.html"
+
+    def page(bins: list[int], limit: int, trained: int) -> str:
+        counts = Counts(trained=trained, other=1)
+        return rendered(template, counts=counts, bin_width=10, bins=bins, seq_length=limit, **numbers)
+
+    html = page([2, 0, 4], 15, 3)
+    assert re.findall(r'class="bar".*? height="([\d.]+)"', html) == ["50.0", "0.0", "100.0"]
+    assert re.findall(r'class="limit" x1="([\d.]+)"', html) == ["1.5"]
+    assert "20 to 29 tokens: 4" in html
+    assert re.findall(r'class="share\S*" x="(\d+)" y="0" width="(\d+)"', html) == [("0", "3"), ("3", "1"), ("4", "0")]
+    assert "trained: 3 (75.0%)" in html
+    assert 'class="limit"' not in page([2], 11, 0)
+    page([], 1, 0)

@@ -24,7 +24,7 @@ def steps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(module, "_has_checkpoint", lambda folder: True)
+    monkeypatch.setattr(module, "find_checkpoint", lambda folder: 1)
 
     def show(config: str, *overrides: str, evaluates: bool = True) -> dict[str, list[str]]:
         text = next_steps(load_run_config(config, overrides), ["train", config, *overrides], evaluates)
@@ -57,35 +57,21 @@ def test_the_longer_run_replaces_the_number_of_steps_and_takes_its_own_schedule(
 
 def test_commands_that_the_run_has_no_use_for_are_left_out(steps):
     whole = steps(SFT)
-    assert [len(words) > 0 for words in whole.values()] == [True] * 5
+    assert [len(words) > 0 for words in whole.values()] == [True] * 4
     assert only(whole, "export")[-2:] == ["outputs/tiny-llama-sft/checkpoints", "outputs/tiny-llama-sft/hf"]
-    assert "the function `len`" in only(whole, "then generate")[-1]
     # a user's script, which may not evaluate; an architecture that no family of transformers can express
     commands = steps(SFT, "megatron_lm.model.arch.qk_layernorm=true", "megatron_lm.model.arch.norm_epsilon=1e-4",
                   "megatron_lm.model.arch.add_bias_linear=true", evaluates=False)  # fmt: skip
     assert [comment.split(",")[0] for comment in commands] == [
         "resume up to step 400",
-        "let the model complete what you type; Ctrl-D ends",
+        "let the model answer or complete what you type; Ctrl-D ends",
     ]
 
 
-def test_what_comes_next_fits_the_model(steps, tmp_path):
-    def words(config: str, *overrides: str) -> dict[str, list[str]]:
-        return steps(str(CONFIGS / config), f"megatron_wrap.data.tokenizer={tmp_path}/tokenizer", *overrides)
-
-    (tmp_path / "tokenizer").mkdir()
-    assert "apply_chat_template" not in only(words("tiny-llama-reward.yaml"), "then score")[-1]
-    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("")
-    reward = words("tiny-llama-reward.yaml")
-    assert "text-classification" in only(reward, "then score")[-1]
-    assert "apply_chat_template" in only(reward, "then score")[-1]
-    assert not [comment for comment in reward if "generate" in comment or "talk" in comment]
-    dpo = words("tiny-llama-dpo.yaml")
-    assert '"role": "user"' in only(dpo, "then generate")[-1]
-    chat = only(dpo, "talk to the model")
+def test_what_comes_next_fits_the_model(steps):
+    chat = only(steps(str(CONFIGS / "tiny-llama-dpo.yaml")), "let the model")
     assert parse(chat[chat.index("chat") :])[1].source == "outputs/tiny-llama-dpo/checkpoints"
-    shown = f"{TRAIN}sample_prompts=[[{{role: user, content: Hello}}]]"
-    assert '([{"role": "user", "content": "Hello"}]' in only(words("tiny-llama-dpo.yaml", shown), "then generate")[-1]
+    assert not [comment for comment in steps(str(CONFIGS / "tiny-llama-reward.yaml")) if "model answer" in comment]
 
 
 def test_records_that_exist_are_named(steps):

@@ -123,7 +123,7 @@ def test_epochs_of_a_token_budget_follow_from_the_lengths(monkeypatch, capfd):
         assert len(sizes) == steps
         assert sum(sizes[:-1]) < 33 <= sum(sizes)
         assert len(set(sizes)) > 1
-    assert "lengths of the samples: 33 of 33 samples, 0:00:00 left" in capfd.readouterr().err
+    assert "lengths of the samples: 33 of 33 samples, 00:00 left" in capfd.readouterr().err
 
 
 def test_a_token_budget_without_a_limit_of_a_micro_batch_counts_padded_ones():

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from _traces import MAIN, event
 
 from megatron_wrap.metrics import phases
 from megatron_wrap.profiling import kernel_kinds as kinds
 from megatron_wrap.profiling.breakdown import as_json, break_down, divided
 from megatron_wrap.profiling.trace import read_timeline, timeline_of
 
-MAIN, AUTOGRAD, WATCHDOG = 7, 8, 9
+AUTOGRAD, WATCHDOG = 8, 9
 
 
 def test_every_moment_belongs_to_the_first_label_with_a_span_there() -> None:
@@ -34,14 +35,10 @@ def test_every_moment_belongs_to_the_first_label_with_a_span_there() -> None:
         assert divided(spans, 0, 50, priority) == raster
 
 
-def _event(category: str, name: str, start: float, end: float, thread: int = MAIN, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "tid": thread, "ts": start, "dur": end - start, "args": args}
-
-
 def _kernel(name: str, launched: float, start: float, end: float, number: int, thread: int = MAIN) -> list[Any]:
     return [
-        _event("cuda_runtime", "cudaLaunchKernel", launched, launched + 1, thread, correlation=number),
-        _event("kernel", name, start, end, 0, correlation=number),
+        event("cuda_runtime", "cudaLaunchKernel", launched, launched + 1, thread, correlation=number),
+        event("kernel", name, start, end, 0, correlation=number),
     ]
 
 
@@ -52,23 +49,23 @@ def _link(number: int, forward: tuple[int, float], backward: tuple[int, float]) 
 
 def test_a_trace_of_a_gpu() -> None:
     events = [
-        _event("user_annotation", "ProfilerStep#4", 0, 1000),
-        _event("user_annotation", phases.DATA, 0, 100),
-        _event("user_annotation", f"{phases.COMPUTED_TOKENS}512", 90, 95),
+        event("user_annotation", "ProfilerStep#4", 0, 1000),
+        event("user_annotation", phases.DATA, 0, 100),
+        event("user_annotation", f"{phases.COMPUTED_TOKENS}512", 90, 95),
         *_kernel("Memcpy HtoD (Pinned -> Device)", 20, 40, 50, 1),  # 10 of copies within the wait for data
         *_kernel("nvjet_tst_192x192", 110, 120, 320, 2),
         *_kernel("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 111, 300, 400, 3),  # 80 of 100 exposed
-        _event("user_annotation", phases.LOSS, 130, 160),
-        _event("cpu_op", "TokenLogProbs", 140, 150),
+        event("user_annotation", phases.LOSS, 130, 160),
+        event("cpu_op", "TokenLogProbs", 140, 150),
         *_kernel("void at::native::vectorized_elementwise_kernel<4>", 145, 400, 420, 4),
-        _event("cpu_op", "TokenLogProbsBackward", 200, 230, AUTOGRAD),
+        event("cpu_op", "TokenLogProbsBackward", 200, 230, AUTOGRAD),
         *_kernel("_log_prob_gradient_kernel", 210, 420, 450, 5, AUTOGRAD),
         *_kernel(last := "nvjet_of_the_output_layer", 215, 470, 480, 9, AUTOGRAD),  # with linear_cross_entropy
         *_link(1, (MAIN, 140), (AUTOGRAD, 200)),
-        _event("cpu_op", "MulBackward0", 240, 260, AUTOGRAD),
+        event("cpu_op", "MulBackward0", 240, 260, AUTOGRAD),
         *_kernel("my_kernel", 250, 450, 470, 6, AUTOGRAD),
         *_link(2, (MAIN, 170), (AUTOGRAD, 240)),
-        _event("user_annotation", "Optimizer.step#FusedAdam.step", 500, 600),
+        event("user_annotation", "Optimizer.step#FusedAdam.step", 500, 600),
         *_kernel("void at::native::vectorized_elementwise_kernel<4>", 510, 600, 700, 7),
         *_kernel("nvjet_tst_192x192", 990, 1010, 1100, 8),  # of the next step
     ]
@@ -96,12 +93,12 @@ def test_a_trace_of_a_gpu() -> None:
 
 def test_waiting_for_gloo_is_exposed_also_within_an_autograd_function() -> None:
     events = [
-        _event("user_annotation", "ProfilerStep#1", 0, 100),
-        _event("cpu_op", "_ReduceFromModelParallelRegion", 0, 60),
-        _event("cpu_op", "c10d::allreduce_", 10, 15),
-        _event("user_annotation", "gloo:all_reduce", 12, 50, WATCHDOG),
-        _event("cpu_op", "aten::mul", 40, 48),
-        _event("cpu_op", "aten::mm", 70, 90),
+        event("user_annotation", "ProfilerStep#1", 0, 100),
+        event("cpu_op", "_ReduceFromModelParallelRegion", 0, 60),
+        event("cpu_op", "c10d::allreduce_", 10, 15),
+        event("user_annotation", "gloo:all_reduce", 12, 50, WATCHDOG),
+        event("cpu_op", "aten::mul", 40, 48),
+        event("cpu_op", "aten::mm", 70, 90),
     ]
     breakdown = break_down(timeline_of(events))
     times = {kind: round(1e3 * time) for kind, time in breakdown.milliseconds.items() if time}
@@ -111,13 +108,13 @@ def test_waiting_for_gloo_is_exposed_also_within_an_autograd_function() -> None:
 
 def test_matrix_products_within_the_loss_are_matrix_products() -> None:
     events = [
-        _event("user_annotation", "ProfilerStep#1", 0, 100),
-        _event("user_annotation", phases.LOSS, 0, 60),
-        _event("cpu_op", "aten::cross_entropy_loss", 0, 50),
-        _event("cpu_op", "aten::mm", 10, 40),
-        _event("cpu_op", "aten::copy_", 20, 25),
-        _event("user_annotation", phases.OPTIMIZER, 60, 100),  # Muon's products are the optimizer's
-        _event("cpu_op", "aten::mm", 60, 90),
+        event("user_annotation", "ProfilerStep#1", 0, 100),
+        event("user_annotation", phases.LOSS, 0, 60),
+        event("cpu_op", "aten::cross_entropy_loss", 0, 50),
+        event("cpu_op", "aten::mm", 10, 40),
+        event("cpu_op", "aten::copy_", 20, 25),
+        event("user_annotation", phases.OPTIMIZER, 60, 100),  # Muon's products are the optimizer's
+        event("cpu_op", "aten::mm", 60, 90),
     ]
     times = {kind: round(1e3 * time) for kind, time in break_down(timeline_of(events)).milliseconds.items() if time}
     assert times == {kinds.MATMUL: 30, kinds.LOSS: 20, kinds.OPTIMIZER: 30, kinds.IDLE: 20}
@@ -125,7 +122,7 @@ def test_matrix_products_within_the_loss_are_matrix_products() -> None:
 
 def test_a_trace_without_steps_is_an_error() -> None:
     with pytest.raises(ValueError, match="ProfilerStep"):
-        break_down(timeline_of([_event("cpu_op", "aten::mm", 0, 1)]))
+        break_down(timeline_of([event("cpu_op", "aten::mm", 0, 1)]))
 
 
 def test_times_of_operations_are_those_of_torch(tmp_path: Path) -> None:

@@ -45,97 +45,63 @@ def _step(on_gpu: bool = True, exposed: dict[str, float] | None = None, **times:
     return StepBreakdown(named, 1000.0, 3, on_gpu, sum(exposed.values()), exposed, 5000, 0.0, (), ())
 
 
+def _case(override: str, saves_ms: float, *overrides: str, run: dict[str, Any] | None = None, **times: Any) -> Any:
+    """A suggested change and its time; the overrides, other facts and times of the profiled run."""
+    return override, saves_ms, [*overrides], run or {}, times
+
+
 LINEAR_CROSS_ENTROPY = "megatron_wrap.model_provider.linear_cross_entropy"
-REDUCED = {"reduce-scatter": 60.0, "all-gather": 40.0}
-PARALLEL, DDP = "megatron_lm.model.parallel", "megatron_lm.misc.ddp"
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], tuple[str, float]]] = {
-    "data": ({"data": 80.0}, {}, [], ("megatron_wrap.data.num_workers=2", 80.0)),
-    "idle": (
-        {"idle": 60.0},
-        {"peak_gib": 50.0, "product_flops": 800e12},
-        [],
-        ("megatron_lm.train.common.micro_batch_size=4", 60.0),
+REDUCED, SENT = {"reduce-scatter": 60.0, "all-gather": 40.0}, {"send and receive": 100.0}
+PARALLEL, DDP, MICRO = "megatron_lm.model.parallel", "megatron_lm.misc.ddp", "megatron_lm.train.common.micro_batch_size"
+RECOMPUTE, IMPLEMENTATION = "megatron_lm.train.recompute.__select__", "megatron_lm.model.arch.transformer_impl"
+DISTRIBUTED = "megatron_lm.train.optimizer.use_distributed_optimizer=true"
+STAGES, LAYOUT = f"{PARALLEL}.pipeline_model_parallel_size=2", f"{PARALLEL}.pipeline_model_parallel_layout"
+TENSOR, VIRTUAL = f"{PARALLEL}.tensor_model_parallel_size", f"{PARALLEL}.virtual_pipeline_model_parallel_size"
+CHUNKS = f"{PARALLEL}.num_layers_per_virtual_pipeline_stage=1"
+FASTER = {"faster_split": (PipelineLayout((10, 6), 2), 0.1)}
+FREE, ONE = {"peak_gib": 50.0}, {"num_microbatches": 1}
+CASES = {
+    "data": _case("megatron_wrap.data.num_workers=2", 80.0, data=80.0),
+    "idle": _case(f"{MICRO}=4", 60.0, run={**FREE, "product_flops": 800e12}, idle=60.0),
+    "small products": _case(f"{MICRO}=4", 1000 - 500e12 / 0.8 / 989e9, run=FREE),
+    "reduction": _case(f"{DDP}.overlap_grad_reduce=true", 60.0, run={"dp_size": 2}, exposed=REDUCED),
+    "gathering": _case(
+        f"{DDP}.overlap_param_gather=true",
+        40.0,
+        *(f"{DDP}.overlap_grad_reduce=true", DISTRIBUTED),
+        run={"dp_size": 2},
+        exposed=REDUCED,
     ),
-    "small products": (
-        {},
-        {"peak_gib": 50.0},
-        [],
-        ("megatron_lm.train.common.micro_batch_size=4", 1000 - 500e12 / 0.8 / 989e9),
+    "pipeline": _case(f"{VIRTUAL}=2", 60.0, STAGES, idle=20.0, exposed=SENT),
+    "micro-batches": _case(f"{MICRO}=1", 60.0, STAGES, CHUNKS, idle=20.0, exposed=SENT),
+    "split": _case(f"{PARALLEL}.pipeline_split=cost", 100.0, STAGES, f"{PARALLEL}.pipeline_split=even", run=FASTER),
+    "numbers of layers": _case(f"{LAYOUT}=Et*10|t*6L", 100.0, STAGES, f"{LAYOUT}=Et|t*15L", run=FASTER),
+    "tensor": _case(
+        f"{TENSOR}=2", 100.0, f"{TENSOR}=4", f"{MICRO}=16", run={**FREE, **ONE}, exposed={"all-gather": 200.0}
     ),
-    "reduction": ({"exposed": REDUCED}, {"dp_size": 2}, [], (f"{DDP}.overlap_grad_reduce=true", 60.0)),
-    "gathering": (
-        {"exposed": REDUCED},
-        {"dp_size": 2},
-        [f"{DDP}.overlap_grad_reduce=true", "megatron_lm.train.optimizer.use_distributed_optimizer=true"],
-        (f"{DDP}.overlap_param_gather=true", 40.0),
+    "loss": _case("pip install triton", 90.0, run={"has_triton": False}, loss=90.0),
+    "recompute": _case(
+        f"{RECOMPUTE}=none", 200.0, f"{RECOMPUTE}=full", run={"peak_gib": 90.0}, attention=200.0, idle=200.0
     ),
-    "pipeline": (
-        {"idle": 20.0, "exposed": {"send and receive": 100.0}},
-        {},
-        [f"{PARALLEL}.pipeline_model_parallel_size=2"],
-        (f"{PARALLEL}.virtual_pipeline_model_parallel_size=2", 60.0),
+    "padding": _case("megatron_wrap.flow.packing=true", 270.0, run={"padding_share": 0.3}, optimizer=100.0),
+    "implementation": _case(
+        f"{IMPLEMENTATION}=transformer_engine",
+        200.0,
+        f"{IMPLEMENTATION}=torch",
+        run={"transformer_engine_layers": False},
+        elementwise=150.0,
+        copies=50.0,
     ),
-    "micro-batches": (
-        {"idle": 20.0, "exposed": {"send and receive": 100.0}},
-        {},
-        [f"{PARALLEL}.pipeline_model_parallel_size=2", f"{PARALLEL}.num_layers_per_virtual_pipeline_stage=1"],
-        ("megatron_lm.train.common.micro_batch_size=1", 60.0),
-    ),
-    "split": (
-        {},
-        {"faster_split": (PipelineLayout((10, 6), 2), 0.1)},
-        [f"{PARALLEL}.pipeline_model_parallel_size=2", f"{PARALLEL}.pipeline_split=even"],
-        (f"{PARALLEL}.pipeline_split=cost", 100.0),
-    ),
-    "numbers of layers": (
-        {},
-        {"faster_split": (PipelineLayout((10, 6), 2), 0.1)},
-        [f"{PARALLEL}.pipeline_model_parallel_size=2", f"{PARALLEL}.pipeline_model_parallel_layout=Et|t*15L"],
-        (f"{PARALLEL}.pipeline_model_parallel_layout=Et*10|t*6L", 100.0),
-    ),
-    "tensor": (
-        {"exposed": {"all-gather": 200.0}},
-        {"peak_gib": 50.0, "num_microbatches": 1},
-        [f"{PARALLEL}.tensor_model_parallel_size=4", "megatron_lm.train.common.micro_batch_size=16"],
-        (f"{PARALLEL}.tensor_model_parallel_size=2", 100.0),
-    ),
-    "loss": ({"loss": 90.0}, {"has_triton": False}, [], ("pip install triton", 90.0)),
-    "recompute": (
-        {"attention": 200.0, "idle": 200.0},
-        {"peak_gib": 90.0},
-        ["megatron_lm.train.recompute.__select__=full"],
-        ("megatron_lm.train.recompute.__select__=none", 200.0),
-    ),
-    "padding": (
-        {"optimizer": 100.0},
-        {"padding_share": 0.3},
-        [],
-        ("megatron_wrap.flow.packing=true", 270.0),
-    ),
-    "implementation": (
-        {"elementwise": 150.0, "copies": 50.0},
-        {"transformer_engine_layers": False},
-        ["megatron_lm.model.arch.transformer_impl=torch"],
-        ("megatron_lm.model.arch.transformer_impl=transformer_engine", 200.0),
-    ),
-    "optimizer": (
-        {"optimizer": 80.0},
-        {"dp_size": 4},
-        [],
-        ("megatron_lm.train.optimizer.use_distributed_optimizer=true", 60.0),
-    ),
-    "precision": ({"idle": 400.0}, {}, [], ("megatron_lm.train.dtype.fp8=hybrid", 300.0)),
+    "optimizer": _case(DISTRIBUTED, 60.0, run={"dp_size": 4}, optimizer=80.0),
+    # a loop of two micro-batches in which nothing else applies
+    "precision": _case("megatron_lm.train.dtype.fp8=hybrid", 300.0, run=ONE, idle=400.0),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_change_addresses_what_takes_longest(name: str) -> None:
-    times, facts, overrides, (override, saves_ms) = CASES[name]
-    config = read_run(LLAMA, overrides)
-    step = _step(**times)
-    if name == "precision":  # a loop of two micro-batches in which nothing else applies
-        facts = {"num_microbatches": 1}
-    change = promising_changes(step, config, replace(RUN, **facts))[0]
+    override, saves_ms, overrides, facts, times = CASES[name]
+    change = promising_changes(_step(**times), read_run(LLAMA, overrides), replace(RUN, **facts))[0]
     assert (change.override, change.saves_ms) == (override, pytest.approx(saves_ms))
     if "=" in override:  # a configuration takes it
         changed = read_run(LLAMA, [*overrides, override])

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from _traces import event
 
 from megatron_wrap.metrics import phases
 from megatron_wrap.profiling import kernel_kinds as kinds
@@ -15,17 +16,13 @@ from megatron_wrap.profiling.trace import timeline_of
 from megatron_wrap.profiling.waits import Wait, waits_of
 
 
-def _event(category: str, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "tid": 7, "ts": start, "dur": end - start, "args": args}
-
-
 def _trace(steps: list[tuple[float, float]], kernels: list[tuple[str, float | None, float, float]]) -> list[Any]:
     """Of kernels (name, launched, start, end)."""
-    events = [_event("user_annotation", f"ProfilerStep#{number}", *step) for number, step in enumerate(steps)]
+    events = [event("user_annotation", f"ProfilerStep#{number}", *step) for number, step in enumerate(steps)]
     for number, (name, launched, start, end) in enumerate(kernels):
         if launched is not None:
-            events.append(_event("cuda_runtime", "cudaLaunchKernel", launched, launched + 3, correlation=number))
-        events.append(_event("kernel", name, start, end, correlation=number))
+            events.append(event("cuda_runtime", "cudaLaunchKernel", launched, launched + 3, correlation=number))
+        events.append(event("kernel", name, start, end, correlation=number))
     return events
 
 
@@ -87,8 +84,8 @@ def test_between_steps() -> None:
         ("memset", 3100.0, 3200.0, 3300.0),
     ]
     events = _trace([(0, 900), (900, 2000), (2000, 3000), (3000, 4000)], kernels)
-    events.append(_event("user_annotation", phases.OPTIMIZER, 300, 320))
-    waits = _waits([*events, _event("user_annotation", phases.DATA, 1000, 1150)])
+    events.append(event("user_annotation", phases.OPTIMIZER, 300, 320))
+    waits = _waits([*events, event("user_annotation", phases.DATA, 1000, 1150)])
     assert {names: round(4e3 * wait.milliseconds) for names, wait in waits.items()} == {
         ("start of the profile", "embedding"): 250,
         ("embedding", "optimizer"): 100,
@@ -111,7 +108,7 @@ def test_the_waits_are_the_idle_time() -> None:
             for start in (chance.randrange(-50, 1100) for _ in range(20))
         ]
         steps = [(0.0, 300.0), (310.0, 700.0), (700.0, 1000.0)]  # with a pause that is in no step
-        data = _event("user_annotation", phases.DATA, begin := chance.randrange(900), begin + 100)
+        data = event("user_annotation", phases.DATA, begin := chance.randrange(900), begin + 100)
         breakdown = break_down(timeline_of([*_trace(steps, kernels), data]))
         assert sum(wait.milliseconds for wait in breakdown.waits) == pytest.approx(breakdown.milliseconds[kinds.IDLE])
         assert all(0 <= wait.late_ms <= wait.milliseconds + 1e-9 for wait in breakdown.waits)

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from _html import checked
 
 from megatron_wrap.cli.main import main
-from megatron_wrap.report.curves import Chart, Series, curves, thinned, ticks
+from megatron_wrap.report.curves import Chart, Series, figure, thinned, ticks
 
 LOSSES = [5.0, 4.0, 3.5, 3.25, 3.125]
 
@@ -154,9 +155,9 @@ def test_many_steps_are_thinned_to_means_and_their_range():
     for number, point in enumerate(points):
         part = values[5 * number : 5 * number + 5]
         assert (point.mean, point.low, point.high) == (pytest.approx(statistics.mean(part)), min(part), max(part))
-    drawn = curves(Chart("loss", [Series("a", [*enumerate(values)])]))
-    assert "means of 3 steps" in drawn
-    assert drawn.count('class="band') == 1
+    drawn = figure(Chart("loss", [Series("a", [*enumerate(values)])]))
+    assert drawn["steps_per_point"] == 3
+    assert len(drawn["curves"][0]["band"]) == 2 * len(drawn["curves"][0]["line"]) == 2 * 667
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (3.2, 3.9), (-5, 1234), (1e-9, 7e-6), (2, 2)])
@@ -170,8 +171,12 @@ def test_ticks_are_round_numbers_inside_the_range(low, high):
 
 def test_a_constant_curve_and_a_single_point_are_drawn():
     for points in ([(1, 0.0), (2, 0.0)], [(7, -3.0)]):
-        [values] = values_of(curves(Chart("loss", [Series("a", points)])))
+        drawn = figure(Chart("loss", [Series("a", points)]))
+        _, right, low, high = drawn["range"]
+        drawn_points = [tuple(map(float, point.split())) for point in drawn["curves"][0]["line"]]
+        values = [(x / 1000 * right, low + (1 - y / 300) * (high - low)) for x, y in drawn_points]
         assert values == [pytest.approx(point, abs=1e-2) for point in points]
+        assert drawn["curves"][0]["band"] == []
 
 
 def test_pictures_of_the_charts(tmp_path):
@@ -188,7 +193,7 @@ def test_pictures_of_the_charts(tmp_path):
 
 def test_pictures_without_matplotlib_are_one_error(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "one", "first")
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
+    for module in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, module, None)
     assert main(["report", str(run), "--png"]) == 2
     assert "`pip install matplotlib`" in capsys.readouterr().err

@@ -26,28 +26,20 @@ STEP = {
 }
 
 
-def test_console_line_of_a_step_on_cpu():
-    assert ConsoleLines(100).step(STEP) == (
-        "iteration 12/100 | loss 5.1234 | accuracy 0.7500 | num_pairs 8 | grad_norm 1.02 | lr 3.0e-4 | 512 ms | "
-        "12.3k tokens/s"
-    )
+ON_GPU = {"loss_scale": 65536.0, "params_norm": 1234.5, "num_zeros_in_grad": 17, "elapsed_time": 12.34}
+ON_GPU |= {"tokens_per_second": 1_234_567.0, "tflops": 412.34, "memory_max": 71.26}
+METRICS = "loss 5.1234 | accuracy 0.7500 | num_pairs 8 | grad_norm 1.02 | lr 3.0e-4"
 
 
-def test_console_line_of_a_step_in_fp16_on_gpu():
-    metrics = {
-        **STEP,
-        "loss_scale": 65536.0,
-        "params_norm": 1234.5,
-        "num_zeros_in_grad": 17,
-        "elapsed_time": 12.34,
-        "tokens_per_second": 1_234_567.0,
-        "tflops": 412.34,
-        "memory_max": 71.26,
-    }
-    assert ConsoleLines().step(metrics) == (
-        "iteration 12 | loss 5.1234 | accuracy 0.7500 | num_pairs 8 | grad_norm 1.02 | lr 3.0e-4 | loss_scale 65536 | "
-        "12.3 s | 1.23M tokens/s"
-    )
+@pytest.mark.parametrize(
+    ("train_iters", "metrics", "line"),
+    [
+        (100, STEP, f"iteration 12/100 | {METRICS} | 512 ms | 12.3k tokens/s"),
+        (None, {**STEP, **ON_GPU}, f"iteration 12 | {METRICS} | loss_scale 65536 | 12.3 s | 1.23M tokens/s"),
+    ],
+)
+def test_the_line_of_a_step(train_iters, metrics, line):
+    assert ConsoleLines(train_iters).step(metrics) == line
 
 
 def test_an_evaluation_is_a_line_for_each_set():

@@ -8,8 +8,13 @@ import pytest
 
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils.json_lines_logger import JsonLinesLogger, SampleTexts
-from megatron_wrap.utils.metric_loggers import MetricLogger, MetricLoggerContext, MetricLoggers, build_metric_loggers
-from megatron_wrap.utils.tensorboard_logger import TensorBoardLogger
+from megatron_wrap.utils.metric_loggers import (
+    MetricLogger,
+    MetricLoggerContext,
+    MetricLoggers,
+    TensorBoardLogger,
+    build_metric_loggers,
+)
 
 
 def refuse(name):
@@ -65,19 +70,14 @@ def read_lines(path):
     return path.read_text().splitlines()
 
 
-def test_complete_last_line_without_newline_is_kept(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "loss": 2.0}')
+@pytest.mark.parametrize("before", ['{"iteration": 1, "loss": 2.0}', None])
+def test_resume_keeps_a_last_line_without_newline_and_creates_a_missing_file(tmp_path, before):
+    if before:
+        (tmp_path / "metrics.jsonl").write_text(before)
     metrics_logger = JsonLinesLogger(tmp_path, resume_from=1)
     metrics_logger.log(2, {"loss": 1.0})
     metrics_logger.close()
-    assert read(metrics_logger.path) == [{"iteration": 1, "loss": 2.0}, {"iteration": 2, "loss": 1.0}]
-
-
-def test_resume_without_a_file_creates_one(tmp_path):
-    metrics_logger = JsonLinesLogger(tmp_path, resume_from=5)
-    metrics_logger.log(6, {"loss": 1.0})
-    metrics_logger.close()
-    assert read(metrics_logger.path) == [{"iteration": 6, "loss": 1.0}]
+    assert read(metrics_logger.path) == [*([json.loads(before)] if before else []), {"iteration": 2, "loss": 1.0}]
 
 
 def test_new_run_renames_the_file_of_an_earlier_run(tmp_path):

@@ -1,6 +1,5 @@
 import json
 import struct
-import sys
 import time
 
 import pytest
@@ -132,23 +131,13 @@ def test_key_is_found_in_the_environment_or_netrc(tmp_path, monkeypatch):
     assert has_key()
 
 
-@pytest.mark.parametrize(
-    ("requested", "key", "mode"),
-    [
-        ("", False, "offline"),
-        ("", True, "online"),
-        ("online", False, "offline"),
-        ("online", True, "online"),
-        ("offline", True, "offline"),
-        ("dryrun", True, "offline"),
-        ("disabled", True, "disabled"),
-    ],
-)
-def test_mode_never_requires_a_prompt(monkeypatch, requested, key, mode):
-    monkeypatch.setenv("WANDB_MODE", requested)
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", "d" * 40)
-    assert wandb_logger._mode() == mode
+def test_mode_never_requires_a_prompt(monkeypatch):
+    modes = {"": "offline", "online": "offline", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+    for key, known in (("", modes), ("d" * 40, modes | {"": "online", "online": "online"})):
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        for requested, mode in known.items():
+            monkeypatch.setenv("WANDB_MODE", requested)
+            assert wandb_logger._mode() == mode
 
 
 def test_disabled_run_accepts_all_calls(tmp_path, monkeypatch):
@@ -160,17 +149,10 @@ def test_disabled_run_accepts_all_calls(tmp_path, monkeypatch):
 
 def test_run_that_cannot_be_recorded_is_a_config_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"wandb files .*file/out: Not a directory"):
+    with pytest.raises(ConfigError, match=r"file/out/wandb: .*Not a directory"):
         WandbLogger("project", None, {}, tmp_path / "file" / "out", rank=0)
     with pytest.raises(ConfigError, match=f"wandb .* {tmp_path}: "):
         WandbLogger("a/b", None, {}, tmp_path, rank=0)
     monkeypatch.setattr(wandb_logger.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="`pip install wandb`"):
         WandbLogger("project", None, {}, tmp_path, rank=0)
-
-
-def test_module_does_not_import_wandb():
-    import subprocess
-
-    code = "import sys, megatron_wrap.utils.wandb_logger; assert 'wandb' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -137,16 +137,6 @@ def test_future_and_user_warnings_are_hidden_until_undo():
         assert list(filters) == [added, *before]
 
 
-def test_existing_warning_filters_are_kept():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        warnings.simplefilter("error", RuntimeWarning)
-        before = list(warnings.filters)
-        with logger_session(ignore_warning=True):
-            pass
-        assert list(warnings.filters) == before
-
-
 def test_default_arguments_change_nothing():
     state = (builtins.print, logging.getLogger().handlers[:], list(warnings.filters))
     with logger_session():

@@ -1,1 +1,0 @@
-complete -c megatron-wrap -f -a '(megatron-wrap completion fish --line (commandline -cp | string collect) 2>/dev/null)'
