@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 from _checkpoint_runs import TRAIN, VOCAB, started
+from _started import refusal_of
 
 DATA = "megatron_wrap.data"
 
@@ -55,15 +56,6 @@ def train_on(folder: Path, overrides: tuple[str, ...], how: str, steps: int) -> 
 
 
 def error_of_a_batch(folder: Path, overrides: tuple[str, ...]) -> tuple[str, float]:
-    """The error that a batch raises, and the seconds from the first step until the run is closed."""
-    from megatron_wrap.errors import MegatronWrapError
-
-    text, begun = "no error", time.monotonic()
-    try:
-        with started(folder, (f"{TRAIN}.train_iters=30", f"{DATA}.__select__=dataset", *overrides)) as wrap:
-            begun = time.monotonic()
-            for batch in wrap.batches():
-                wrap.train(batch)
-    except MegatronWrapError as error:
-        text = str(error)
-    return text, time.monotonic() - begun
+    """The error that a batch raises, and the seconds of the run."""
+    begun = time.monotonic()
+    return refusal_of(train, folder, overrides, 30), time.monotonic() - begun

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from _engine_runs import started
+from _started import gradients_of, train_until
 from torch import Tensor
 
 
@@ -28,16 +29,7 @@ def steps(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
     for name, kernel in (("megatron", None), ("added", functools.partial(lookup, add=add))):
         with started(overrides) as wrap, Replacements() as replacements:
             use(LayerKernels(embedding=kernel), replacements)
-            results[name] = _steps(wrap, samples)
+            gradients = gradients_of(wrap, samples[: wrap.global_batch_size])
+            metrics = [(step["loss"], step["grad_norm"]) for step in train_until(wrap, samples, 2)]
+            results[name] = {"gradients": gradients, "metrics": metrics}
     return {**results, "additions": additions}
-
-
-def _steps(wrap: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    from megatron_wrap.engine.step import gradients_of_batch
-    from megatron_wrap.testing.gradients import gather_gradients
-
-    size = wrap.global_batch_size
-    gradients_of_batch(wrap.state, samples[:size])
-    gradients = {name: gradient.numpy() for name, gradient in gather_gradients(wrap.state).items()}
-    metrics = [wrap.train(samples[:size]), wrap.train(samples[size : 2 * size])]
-    return {"gradients": gradients, "metrics": [(step["loss"], step["grad_norm"]) for step in metrics]}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import _model_runs
-from _started import started
+from _started import gradients_of, started, without_measured
 
 KEY = "megatron_wrap.model_provider.linear_cross_entropy"
 
@@ -35,7 +34,7 @@ def _small_chunks() -> Iterator[Any]:
         yield lambda: Counts(recomputed.call_count, stored.call_count)
 
 
-def both(config: str, overrides: tuple[str, ...], folder: str, batch: list[Any] | None = None) -> dict[str, Any]:
+def both(overrides: tuple[str, ...], batch: list[Any] | None = None) -> dict[str, Any]:
     """Gradients of a first step, then the metrics of two steps, with stored and with deferred logits.
 
     Returns:
@@ -45,27 +44,16 @@ def both(config: str, overrides: tuple[str, ...], folder: str, batch: list[Any] 
     results: dict[str, Any] = {}
     for name, value in (("stored", "false"), ("deferred", "true")):
         with _small_chunks() as count:
-            results[name] = _steps(
-                config, (*overrides, f"{KEY}={value}", f"megatron_wrap.logger.output_dir={folder}"), batch
-            )
+            results[name] = _steps((*overrides, f"{KEY}={value}"), batch)
             results["counts"] = tuple(count())
     return results
 
 
-def _steps(
-    config: str, overrides: tuple[str, ...], batch: list[Any] | None
-) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    from megatron_wrap.engine.step import gradients_of_batch
-    from megatron_wrap.testing.gradients import gather_gradients
-
-    with started(Path(config), overrides) as wrap:
-        size = wrap.global_batch_size
-        batch = batch or _model_runs.samples(size, wrap.config.train.seq_length)
-        gradients_of_batch(wrap.state, batch)
-        gradients = {name: value.float().numpy() for name, value in gather_gradients(wrap.state).items()}
+def _steps(overrides: tuple[str, ...], batch: list[Any] | None) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    with started(_model_runs.CONFIG, overrides) as wrap:
+        batch = batch or _model_runs.samples(wrap.global_batch_size, wrap.config.train.seq_length)
+        gradients = gradients_of(wrap, batch)
         metrics = [wrap.train(batch) for _ in range(2)]
         metrics.append(wrap.evaluate({"set": batch}))
         keep = wrap.state.parallel.world.rank == 0
-    timing = ("elapsed_time", "tokens_per_second", "tokens_per_second_per_device", "tflops", "throughput", "memory")
-    kept = [{key: v for key, v in of.items() if not any(part in key for part in timing)} for of in metrics]
-    return kept, gradients if keep else {}
+    return [without_measured(step) for step in metrics], gradients if keep else {}

@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from _engine_runs import everything, started
-
-
-def _weights(wrap: Any) -> dict[str, Any]:
-    from megatron_wrap.testing.gradients import gather_weights
-
-    return {name: weight.numpy() for name, weight in gather_weights(wrap.state).items()}
+from _started import refusal_of, weights_of
 
 
 def parts_of(samples: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
@@ -36,25 +31,19 @@ def whole_and_parts(overrides: Sequence[str], samples: Sequence[Any], sizes: Seq
                 for part in parts:
                     wrap.forward_backward(part, step_weights=step_weights)
                 metrics.append(wrap.optimizer_step())
-            actual[kind] = {"metrics": metrics, "state": everything(wrap), "weights": _weights(wrap)}
+            actual[kind] = {"metrics": metrics, "state": everything(wrap), "weights": weights_of(wrap)}
     return actual
 
 
 def wrong_calls(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
     """The messages of calls in a wrong order or with wrong arguments, whether they left the state unchanged, and
     whether the step that begins again is that of `train`."""
-    from megatron_wrap.errors import MegatronWrapError
-
     size = len(samples) // 2
     halves = [samples[:size], samples[size:]]
     messages: dict[str, str] = {}
 
     def refused(name: str, call: Any) -> None:
-        try:
-            call()
-            messages[name] = "no error"
-        except MegatronWrapError as error:
-            messages[name] = str(error)
+        messages[name] = refusal_of(call)
 
     with started(overrides) as wrap:
         before = everything(wrap)

@@ -82,11 +82,7 @@ def test_a_run_resumes_on_another_layout_with_its_reference(ranks, tmp_path):
 
 def test_outputs_of_forward_replace_the_reference_model(ranks):
     """The samples contain precomputed log-probabilities instead of those of a reference model."""
-    reference_outputs = ranks(2).run(runs.outputs, CP2, runs.pairs())[0]
-    samples = [
-        {**pair, **{f"reference_{name}": value for name, value in of_pair.items()}}
-        for pair, of_pair in zip(runs.pairs(), reference_outputs, strict=True)
-    ]
+    samples = runs.with_reference(ranks(2).run(runs.outputs, CP2, runs.pairs())[0])
     measured = ranks(1).run(runs.train, (), samples, 4)[0]
     with_model = ranks(1).run(runs.train, COPY, runs.pairs(), 4)[0]
     for ours, theirs in zip(measured, with_model, strict=True):

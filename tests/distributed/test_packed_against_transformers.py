@@ -10,16 +10,11 @@ import _bridge_runs as runs
 import numpy
 import pytest
 from _covering import covering
+from _layouts import layout
 from _packed_logits import packed_logits_and_loss
 
-PARALLEL = "megatron_lm.model.parallel."
 TRAIN = "megatron_lm.train.common."
 SETTINGS = (f"{TRAIN}global_batch_size=8", f"{TRAIN}micro_batch_size=2")
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one": (1, ()),
-    "cp2": (2, (f"{PARALLEL}context_parallel_size=2",)),
-    "pp2": (2, (f"{PARALLEL}pipeline_model_parallel_size=2",)),
-}
 COUNT = 8
 
 
@@ -57,11 +52,11 @@ def theirs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), covering((family, layout) for family in ("llama", "qwen3") for layout in LAYOUTS)
+    ("family", "name"), covering((family, name) for family in ("llama", "qwen3") for name in ("one", "cp2", "pp2"))
 )
-def test_packed_rows_agree_with_separate_sequences_of_transformers(family, layout, ranks, theirs, tmp_path):
+def test_packed_rows_agree_with_separate_sequences_of_transformers(family, name, ranks, theirs, tmp_path):
     folder, (expected, loss) = theirs(family)
-    world_size, overrides = LAYOUTS[layout]
+    world_size, overrides = layout(name)
     by_rank = ranks(world_size).run(
         packed_logits_and_loss, str(folder), [*SETTINGS, *overrides], samples(), str(tmp_path)
     )

@@ -7,31 +7,19 @@ from typing import Any
 
 import _dpo_runs as runs
 import pytest
+from _agreement import assert_layouts_agree
+from _covering import quick
 from _dpo_runs import COPY
 from _trl_runs import model_of, on_tokens, steps_of_trl
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.testing import check_parity
 
 ROUNDING = 1e-5
 """Rounding error of a reward: log-probabilities near -120 have an ulp of 7.6e-6 in fp32; several of them times beta,
 and the policies differ by rounding after some steps."""
 PAIR_TYPES = (
-    "sigmoid",
-    "sigmoid_norm",
-    "hinge",
-    "ipo",
-    "robust",
-    "exo_pair",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
+    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
+    *("aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft"),
 )
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 CASES: dict[str, dict[str, Any]] = {
@@ -67,9 +55,7 @@ def compare(measured: list[dict[str, float]], of_trl: list[dict[str, float]], ro
                 assert value == pytest.approx(theirs[metric], rel=1e-4, abs=floor), f"{metric} of step {step}"
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in CASES]
-)
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
 def test_ten_steps_of_pairs_agree_with_trl(ranks, weights, tmp_path, name):
     """trl has the four pairs of a step in one micro-batch; we have two micro-batches."""
     from trl import DPOConfig, DPOTrainer
@@ -138,5 +124,4 @@ def test_statistics_of_the_inputs_agree_on_each_cut(ranks):
     flow = "_engine_flows:RelativeLengthFlow"
     samples = [{"input_ids": [7 + index] * (3 + 2 * index), "loss_mask": [1] * (3 + 2 * index)} for index in range(16)]
     overrides = ["megatron_wrap.flow.__select__=gpt_sft"]
-    report = check_parity(runs.CONFIG, overrides, flow=flow, samples=samples, layouts=layouts, steps=1, ranks=ranks)
-    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
+    assert_layouts_agree(ranks, layouts, overrides, samples, flow=flow)

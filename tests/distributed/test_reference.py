@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import _dpo_runs as runs
-import _reference_runs as seconds
 import numpy
 import pytest
 from _checkpoint_runs import BF16, CP2, DROPOUT, PP2, TP2, in_new_processes
 from _covering import quick
-from _dpo_runs import COPY, TRAIN
-from _reference_runs import REFERENCE
+from _dpo_runs import COPY, REFERENCE, TRAIN
+from _started import refusal_of
 
 ONE_EACH = f"{TRAIN}.micro_batch_size=1"
 ROUNDING = 3e-6
@@ -30,7 +29,7 @@ EXPERTS = (
 def first_weights(ranks, tmp_path_factory):
     """A Hugging Face folder of the policy's first weights."""
     folder = tmp_path_factory.mktemp("first") / "hf"
-    ranks(1).run(seconds.export, str(folder))
+    ranks(1).run(runs.export, str(folder))
     return folder
 
 
@@ -38,7 +37,7 @@ def first_weights(ranks, tmp_path_factory):
 def smaller(ranks, tmp_path_factory):
     """A Hugging Face folder of another architecture."""
     folder = tmp_path_factory.mktemp("smaller") / "hf"
-    ranks(1).run(seconds.export, str(folder), seconds.SMALLER)
+    ranks(1).run(runs.export, str(folder), runs.SMALLER)
     return folder
 
 
@@ -72,7 +71,7 @@ def test_precomputed_outputs_equal_the_live_model(ranks, smaller, of_smaller, tm
     processes, layout = LAYOUTS[name]
     keys = f"hf_path: {smaller}, precomputed: {tmp_path}/outputs"
     overrides = (f"{REFERENCE}={{{keys}}}", *layout, ONE_EACH)
-    stored = ranks(processes).run(seconds.precompute, overrides, [*runs.pairs(), *runs.pairs(3)], tmp_path / "outputs")
+    stored = ranks(processes).run(runs.precompute, overrides, [*runs.pairs(), *runs.pairs(3)], tmp_path / "outputs")
     assert stored == [40] * processes  # a sample that comes again is stored once
     actual = ranks(processes).run(runs.train, overrides, runs.pairs(), STEPS)[0]
     live = ranks(processes).run(
@@ -94,10 +93,10 @@ def test_precomputed_outputs_of_the_kl_estimate(ranks, first_weights, tmp_path, 
         {"prompt_ids": pair["prompt_ids"], "completion_ids": pair["chosen_ids"], "label": index % 3 > 0}
         for index, pair in enumerate(runs.pairs(8))
     ]
-    overrides = ("megatron_wrap.flow.__select__=gpt_kto", *seconds.SMALLER, *layout, ONE_EACH)
+    overrides = ("megatron_wrap.flow.__select__=gpt_kto", *runs.SMALLER, *layout, ONE_EACH)
     live = (f"{REFERENCE}={{hf_path: {first_weights}}}", *overrides)
     stored = (f"{REFERENCE}={{hf_path: {first_weights}, precomputed: {tmp_path}/outputs}}", *overrides)
-    assert ranks(processes).run(seconds.precompute, stored, samples, tmp_path / "outputs") == [8] * processes
+    assert ranks(processes).run(runs.precompute, stored, samples, tmp_path / "outputs") == [8] * processes
     expected = ranks(processes).run(runs.train, live, samples, 2)[0]
     actual = ranks(processes).run(runs.train, stored, samples, 2)[0]
     assert expected[0]["kl"] > 1e-3
@@ -111,7 +110,7 @@ def test_precomputed_outputs_of_the_kl_estimate(ranks, first_weights, tmp_path, 
 def test_wrong_precomputed_outputs_are_refused(ranks, tmp_path):
     overrides = (f"{REFERENCE}={{precomputed: {tmp_path}/outputs}}",)
     assert "no precomputed outputs" in ranks(1).run(runs.refusal, overrides)[0]
-    ranks(1).run(seconds.precompute, overrides, runs.pairs()[1:], tmp_path / "outputs")
+    ranks(1).run(runs.precompute, overrides, runs.pairs()[1:], tmp_path / "outputs")
     message = ranks(1).run(runs.refusal, overrides, runs.pairs())[0]
     assert json.dumps(runs.pairs()[0])[:40] in message
     file = tmp_path / "pairs.jsonl"
@@ -121,7 +120,7 @@ def test_wrong_precomputed_outputs_are_refused(ranks, tmp_path):
         f"megatron_wrap.data.train={file}",
         "megatron_wrap.data.shuffle=false",
     )
-    assert f"{file}:40" in ranks(1).run(seconds.refusal_of_batches, (*overrides, *data))[0]
+    assert f"{file}:40" in ranks(1).run(refusal_of, runs.train_on_own_data, (*overrides, *data))[0]
     message = ranks(1).run(runs.refusal, (*overrides, f"{TRAIN}.seq_length=32"), runs.pairs())[0]
     assert "seq_length: 40 there and 32 here" in message
 
@@ -132,11 +131,7 @@ def test_a_checkpoint_as_reference(ranks, tmp_path):
     overrides = (f"{REFERENCE}={{checkpoint: {tmp_path}, offload: true}}",)
     actual = ranks(1).run(runs.train, overrides, runs.pairs(), 3)[0]
     outputs = ranks(1).run(runs.outputs, (f"{TRAIN}.load={tmp_path}", f"{TRAIN}.finetune=true"), runs.pairs())[0]
-    samples = [
-        {**pair, **{f"reference_{name}": value for name, value in of_pair.items()}}
-        for pair, of_pair in zip(runs.pairs(), outputs, strict=True)
-    ]
-    expected = ranks(1).run(runs.train, (), samples, 3)[0]
+    expected = ranks(1).run(runs.train, (), runs.with_reference(outputs), 3)[0]
     assert abs(actual[0]["rewards/chosen"]) > 1e-3
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
@@ -155,12 +150,14 @@ def test_a_damaged_checkpoint_as_reference_is_named_with_the_newest_whole_one(ra
 
 
 def test_a_reference_follows_the_policy(ranks):
-    copied = ranks(1).run(seconds.weights, (f"{REFERENCE}={{copy: true, refresh_interval: 2}}",), runs.pairs(), 4)[0]
+    copied = ranks(1).run(
+        runs.policy_and_reference, (f"{REFERENCE}={{copy: true, refresh_interval: 2}}",), runs.pairs(), 4
+    )[0]
     for step, of_policy in enumerate([0, 0, 2, 2, 4]):
         assert numpy.array_equal(copied[step][1], copied[of_policy][0]), step
     for more in ((), (*BF16, *EXPERTS)):
         overrides = (f"{REFERENCE}={{copy: true, ema_decay: 0.75, offload: true}}", *more)
-        averaged = ranks(1).run(seconds.weights, overrides, runs.pairs(), 3)[0]
+        averaged = ranks(1).run(runs.policy_and_reference, overrides, runs.pairs(), 3)[0]
         expected = averaged[0][0].astype(numpy.float64)
         for policy, reference in averaged[1:]:
             expected = 0.75 * expected + 0.25 * policy
@@ -192,7 +189,7 @@ def test_a_reference_that_does_not_fit_is_refused(ranks, smaller, tmp_path):
     message = ranks(1).run(runs.refusal, (f"{REFERENCE}={{hf_path: {tmp_path}/none}}",))[0]
     assert f"{REFERENCE}: " in message
     assert f"{tmp_path}/none" in message
-    ranks(1).run(seconds.export, str(tmp_path / "hf"), (*seconds.SMALLER, "megatron_lm.model.arch.vocab_size=300"))
+    ranks(1).run(runs.export, str(tmp_path / "hf"), (*runs.SMALLER, "megatron_lm.model.arch.vocab_size=300"))
     message = ranks(1).run(runs.refusal, (f"{REFERENCE}={{hf_path: {tmp_path}/hf}}",))[0]
     assert "a vocabulary of 300 entries and the run one of 500" in message
     save = (f"{TRAIN}.save={tmp_path}/run",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import _pair_runs as runs
+import _dpo_runs as runs
 import pytest
 from _checkpoint_runs import CP2, PP2, TP2
 from _covering import covering
@@ -69,7 +69,7 @@ def test_ten_steps_agree_with_trl(ranks, of_trl, variant, layout):
     flow, options = VARIANTS[variant]
     extra = ("log_odds_chosen", "log_odds_ratio") if flow == "gpt_orpo" else ()
     batch = f"{runs.TRAIN}.micro_batch_size=1" if processes > 1 else f"{runs.TRAIN}.micro_batch_size=2"
-    measured = ranks(processes).run(runs.train, (*runs.of_flow(flow, options), *overrides, batch), pairs())[0]
+    measured = ranks(processes).run(runs.steps, (*runs.of_flow(flow, options), *overrides, batch), pairs())[0]
     for step, (ours, theirs) in enumerate(zip(measured, of_trl(variant), strict=True)):
         for metric in (*METRICS, *extra):
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=3e-6), f"{metric} of step {step}"
