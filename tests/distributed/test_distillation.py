@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _agreement import assert_layouts_agree
-from _checkpoint_runs import CP2, PP2, TP2
+from _checkpoint_runs import TP2
 from _covering import covering, quick
+from _layouts import PACKED, layout
 from _trl_runs import model_of, word_tokenizer
 
 from megatron_wrap.config import load_run_config
@@ -20,8 +21,6 @@ from megatron_wrap.config import load_run_config
 STEPS = 5
 TEACHER = "megatron_wrap.models.teacher"
 LARGER = ("megatron_lm.model.arch.hidden_size=96", "megatron_lm.train.common.seed=7")
-PACKED = ("megatron_wrap.flow.packing=true",)
-LAYOUTS = {"one-rank": (1, ()), "tp2-sp": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2), "packed": (1, PACKED)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "forward": {"beta": 0.0},
     "reverse": {"beta": 1.0, "temperature": 2.0},
@@ -29,8 +28,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixture-of-all-ids": {"beta": 0.3, "label_weight": 0.5, "top_k": runs.VOCAB},
 }
 CASES = [
-    *(("mixture", layout) for layout in LAYOUTS),
-    *(("forward", "one-rank"), ("reverse", "tp2-sp"), ("mixture-of-all-ids", "cp2"), ("forward", "packed")),
+    *(("mixture", name) for name in ("one", "tp2", "pp2", "cp2", "one-packed")),
+    *(("forward", "one"), ("reverse", "tp2"), ("mixture-of-all-ids", "cp2"), ("forward", "one-packed")),
 ]
 
 
@@ -121,9 +120,9 @@ def steps_of_torch(
     return taken
 
 
-@pytest.mark.parametrize(("variant", "layout"), covering(CASES, set))
-def test_five_steps_agree_with_trl_and_torch(ranks, teacher, of_torch, variant, layout):
-    processes, of_layout = LAYOUTS[layout]
+@pytest.mark.parametrize(("variant", "name"), covering(CASES, set))
+def test_five_steps_agree_with_trl_and_torch(ranks, teacher, of_torch, variant, name):
+    processes, of_layout = layout(name)
     overrides = (*overrides_of(variant, f"{{hf_path: {teacher}}}"), *of_layout)
     actual = ranks(processes).run(runs.steps, overrides, sequences(), STEPS)[0]
     for step, (ours, (loss, norm)) in enumerate(zip(actual, of_torch(variant), strict=True)):

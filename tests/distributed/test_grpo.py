@@ -62,22 +62,23 @@ def overrides_of(options: dict[str, Any]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", quick(CASES, QUICK))
-def test_ten_steps_agree_with_trl(ranks, tmp_path, name):
-    """trl has the eight responses of a step in one micro-batch; we have four micro-batches, and groups across two."""
+def test_steps_agree_with_trl(ranks, tmp_path, name):
+    """trl has the eight responses of a step in one micro-batch; we have four micro-batches, and groups across two. Ten
+    steps in each command, four with --all."""
+    steps = runs.STEPS if name in QUICK else 4
     options, config = CASES[name], load_run_config(CONFIG, runs.GRPO)
     initial = WIDE if "top_entropy_quantile" in options else ()
     weights = ranks(1).run(initial_weights, (*runs.GRPO, *initial))[0]
     corrected = "rollout_correction" in options
     noise = {ROLLOUT: 0.3} if corrected else {OLD: 0.2}
-    samples = runs.with_log_probs(runs.rollouts(), model_of(config, weights), noise)
+    samples = runs.with_log_probs(runs.rollouts(steps * runs.BATCH), model_of(config, weights), noise)
     second = COPY if options.get("beta") else ()
-    measured = ranks(1).run(
-        runs.train, (*initial, *second, *overrides_of(options), f"{TRAIN}.micro_batch_size=2"), samples
-    )[0]
+    overrides = (*initial, *second, *overrides_of(options), f"{TRAIN}.micro_batch_size=2")
+    measured = ranks(1).run(runs.train, overrides, samples, steps)[0]
     of_trl = {OF_TRL.get(key, key): value for key, value in options.items()}
     reference = model_of(config, weights) if second else None
     theirs = runs.steps_of_trl(config, model_of(config, weights), samples, tmp_path, reference, **of_trl)
-    assert len(measured) == len(theirs) == runs.STEPS
+    assert len(measured) == len(theirs) == steps
     compared = {metric for metric in theirs[0] if metric.startswith(SHARED)} & measured[0].keys()
     assert {"entropy", "reward", "completions/mean_terminated_length"} <= compared
     assert ("kl" in compared) == bool(second)

@@ -44,8 +44,6 @@ class Mode:
 MODES = {
     "map": Mode(single_file, (), (1, 2), (2, 0)),
     "streaming": Mode(streaming, (f"{DATA}.shuffle_buffer=16",), (2, 1), (1, 2)),
-    "mixture-skip": Mode(mixture, SKIP, (2, 2), (1, 0)),
-    "packed": Mode(single_file, PACKED, (2, 0), (1, 2)),
     "budget-packed-skip": Mode(mixture, (*PACKED, *BUDGET, *SKIP), (2, 2), (1, 0)),
     "budget-padded": Mode(single_file, BUDGET, (1, 0), (2, 2)),
 }

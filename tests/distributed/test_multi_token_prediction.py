@@ -97,7 +97,7 @@ def test_losses_and_gradients_are_the_same_on_every_layout(name, ranks):
     for sample in samples[:2]:  # without a loss token for the layers
         sample["loss_mask"] = [1, 1] + [0] * (len(sample["loss_mask"]) - 2)
     overrides = (f"{runs.ARCH}mtp_num_layers=2", f"{runs.ARCH}mtp_loss_scaling_factor=0.5", *further)
-    assert_layouts_agree(ranks, layouts.split(), overrides, samples, steps=2)
+    assert_layouts_agree(ranks, layouts.split(), overrides, samples)
 
 
 @pytest.mark.parametrize(

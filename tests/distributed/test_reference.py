@@ -7,9 +7,10 @@ import json
 import _dpo_runs as runs
 import numpy
 import pytest
-from _checkpoint_runs import BF16, CP2, DROPOUT, PP2, TP2, in_new_processes
+from _checkpoint_runs import BF16, DROPOUT, TP2, in_new_processes
 from _covering import quick
 from _dpo_runs import COPY, REFERENCE, TRAIN
+from _layouts import layout
 from _started import refusal_of
 
 ONE_EACH = f"{TRAIN}.micro_batch_size=1"
@@ -17,7 +18,6 @@ ROUNDING = 3e-6
 """Rounding error of a margin: log-probabilities near -120 have an ulp of 7.6e-6 in fp32; four of them times beta."""
 STEPS = 2
 """Of runs that are compared with another layout: each update of Adam adds to the differences by rounding."""
-PACKED = ("megatron_wrap.flow.packing=true",)
 EXPERTS = (
     *("megatron_lm.model.arch.num_experts=4", "megatron_lm.model.arch.moe_router_topk=2"),
     "megatron_wrap.logger.add_expert_load_to_metrics=true",
@@ -47,7 +47,7 @@ def test_equal_weights_from_a_folder_or_on_the_host_give_equal_steps(ranks, firs
         assert ranks(1).run(runs.train, (f"{REFERENCE}={reference}",), runs.pairs(), 4)[0] == expected, reference
 
 
-LAYOUTS = {"one-rank": (1, ()), "tp2-sp": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2), "packed": (1, PACKED)}
+LAYOUTS = ("one", "tp2", "pp2", "cp2", "one-packed")
 
 
 @pytest.fixture(scope="module")
@@ -56,44 +56,44 @@ def of_smaller(ranks, smaller):
     return ranks(1).run(runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}",), runs.pairs(), STEPS)[0]
 
 
-@pytest.mark.parametrize("name", quick(LAYOUTS, ("tp2-sp", "pp2")))
+@pytest.mark.parametrize("name", quick(LAYOUTS, ("tp2", "pp2")))
 def test_a_reference_of_another_architecture(ranks, smaller, of_smaller, name):
-    processes, layout = LAYOUTS[name]
+    processes, of_layout = layout(name)
     override = f"{REFERENCE}={{hf_path: {smaller}, offload: true}}"
-    actual = ranks(processes).run(runs.train, (override, *layout, ONE_EACH), runs.pairs(), STEPS)[0]
+    actual = ranks(processes).run(runs.train, (override, *of_layout, ONE_EACH), runs.pairs(), STEPS)[0]
     assert abs(actual[0]["rewards/chosen"]) > 1e-3  # the models differ from the first step on
     for ours, theirs in zip(actual, of_smaller, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=ROUNDING)
 
 
-@pytest.mark.parametrize("name", quick(LAYOUTS, ("cp2", "packed")))
+@pytest.mark.parametrize("name", quick(LAYOUTS, ("cp2", "one-packed")))
 def test_precomputed_outputs_equal_the_live_model(ranks, smaller, of_smaller, tmp_path, name):
-    processes, layout = LAYOUTS[name]
+    processes, of_layout = layout(name)
     keys = f"hf_path: {smaller}, precomputed: {tmp_path}/outputs"
-    overrides = (f"{REFERENCE}={{{keys}}}", *layout, ONE_EACH)
+    overrides = (f"{REFERENCE}={{{keys}}}", *of_layout, ONE_EACH)
     stored = ranks(processes).run(runs.precompute, overrides, [*runs.pairs(), *runs.pairs(3)], tmp_path / "outputs")
     assert stored == [40] * processes  # a sample that comes again is stored once
     actual = ranks(processes).run(runs.train, overrides, runs.pairs(), STEPS)[0]
     live = ranks(processes).run(
-        runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}", *layout, ONE_EACH), runs.pairs(), STEPS
+        runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}", *of_layout, ONE_EACH), runs.pairs(), STEPS
     )
     # packed, the command's micro-batches are others than those of training, so logits are rounded differently
-    loss_rounding = ROUNDING if layout is PACKED else 0.0
+    loss_rounding = ROUNDING if "packed" in name else 0.0
     for ours, theirs in zip(actual, live[0], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6, abs=loss_rounding)
         assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
 
 
-@pytest.mark.parametrize("name", [pytest.param("tp2-sp", marks=pytest.mark.matrix), "packed"])
+@pytest.mark.parametrize("name", quick(("tp2", "one-packed"), ("one-packed",)))
 def test_precomputed_outputs_of_the_kl_estimate(ranks, first_weights, tmp_path, name):
     """In the order of the batches in which they were computed they equal the live model; in another order each prompt
     keeps its answer."""
-    processes, layout = LAYOUTS[name]
+    processes, of_layout = layout(name)
     samples = [
         {"prompt_ids": pair["prompt_ids"], "completion_ids": pair["chosen_ids"], "label": index % 3 > 0}
         for index, pair in enumerate(runs.pairs(8))
     ]
-    overrides = ("megatron_wrap.flow.__select__=gpt_kto", *runs.SMALLER, *layout, ONE_EACH)
+    overrides = ("megatron_wrap.flow.__select__=gpt_kto", *runs.SMALLER, *of_layout, ONE_EACH)
     live = (f"{REFERENCE}={{hf_path: {first_weights}}}", *overrides)
     stored = (f"{REFERENCE}={{hf_path: {first_weights}, precomputed: {tmp_path}/outputs}}", *overrides)
     assert ranks(processes).run(runs.precompute, stored, samples, tmp_path / "outputs") == [8] * processes
@@ -166,16 +166,17 @@ def test_a_reference_follows_the_policy(ranks):
 
 
 FOLLOWING = {
-    "one-rank, copy": (1, (), "{copy: true, refresh_interval: 3}"),
-    "tp2-sp, average": (2, TP2, "{copy: true, ema_decay: 0.9, refresh_interval: 2}"),
-    "one-rank, bf16, average": (1, BF16, "{copy: true, ema_decay: 0.9, offload: true}"),
+    "one": "{copy: true, refresh_interval: 3}",
+    "tp2": "{copy: true, ema_decay: 0.9, refresh_interval: 2}",
+    "one-bf16": "{copy: true, ema_decay: 0.9, offload: true}",
 }
+"""Layout -> reference."""
 
 
-@pytest.mark.parametrize("name", quick(FOLLOWING, ("one-rank, bf16, average",)))
+@pytest.mark.parametrize("name", quick(FOLLOWING, ("one-bf16",)))
 def test_a_following_reference_resumes_bit_for_bit(tmp_path, name):
-    processes, layout, reference = FOLLOWING[name]
-    overrides = (f"{REFERENCE}={reference}", *layout, *DROPOUT, f"{TRAIN}.save={tmp_path}", ONE_EACH)
+    processes, of_layout = layout(name, {"bf16": BF16})
+    overrides = (f"{REFERENCE}={FOLLOWING[name]}", *of_layout, *DROPOUT, f"{TRAIN}.save={tmp_path}", ONE_EACH)
     straight = in_new_processes(processes, runs.train, overrides, runs.pairs(), 7, 4)[0]
     assert (tmp_path / "reference" / "iter_0000004").is_dir()
     resumed = in_new_processes(processes, runs.train, overrides, runs.pairs(), 7, 7)[0]

@@ -10,8 +10,9 @@ import _dpo_runs as runs
 import pytest
 import torch
 from _checkpoint_runs import CP2, PP2, TP2
-from _covering import covering
+from _covering import quick
 from _dpo_runs import CONFIG, pairs
+from _layouts import PACKED, layout
 from _started import refusal_of
 from _trl_runs import on_tokens, steps_of_trl
 
@@ -19,11 +20,10 @@ from megatron_wrap.config import load_run_config
 
 VALUE = ("megatron_wrap.model_provider.provider_key=gpt_value_model",)
 FROM = "megatron_wrap.model_provider.hf_path"
-PACKED = ("megatron_wrap.flow.packing=true",)
-LAYOUTS = {"one-rank": (1, ()), "tp2-sp-pp2": (4, (*TP2, *PP2)), "packed-cp2": (2, (*CP2, *PACKED))}
 ROUNDING = {"margin": 8e-5, "mean_reward": 8e-5, "min_reward": 8e-5, "max_reward": 8e-5, "num_tokens": 0.0}
 """1e-4 of the largest score, 0.8: rounding of scores after ten steps, their mean and their differences; it depends
 on the processor's kernels."""
+CASES = ("plain one", "plain tp2-pp2", "centered-margin cp2-packed")
 VARIANTS = {"plain": ({}, False), "centered-margin": ({"center_rewards_coefficient": 0.3}, True)}
 
 
@@ -69,14 +69,10 @@ def of_trl(exported, tmp_path_factory):
     return steps
 
 
-@pytest.mark.parametrize(
-    ("variant", "layout"),
-    covering(
-        (("plain", "one-rank"), ("plain", "tp2-sp-pp2"), ("centered-margin", "packed-cp2")), lambda case: {case[0]}
-    ),
-)
-def test_ten_steps_agree_with_trl(ranks, of_trl, variant, layout):
-    processes, overrides = LAYOUTS[layout]
+@pytest.mark.parametrize("case", quick(CASES, ("plain one", "centered-margin cp2-packed")))
+def test_ten_steps_agree_with_trl(ranks, of_trl, case):
+    variant, name = case.split()
+    processes, overrides = layout(name)
     options, with_margin = VARIANTS[variant]
     batch = f"{runs.TRAIN}.micro_batch_size=2"
     selected = (*runs.of_flow("gpt_reward", options), *VALUE, *overrides, batch)
