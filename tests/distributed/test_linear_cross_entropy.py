@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
 
-import _linear_cross_entropy_runs as runs
 import _model_runs
 import numpy
 import pytest
@@ -13,7 +15,57 @@ import torch
 from _agreement import assert_layouts_agree, assert_same_gradients
 from _covering import covering, family_and_axes
 from _layouts import PACKED, layout
+from _started import gradients_of, started, without_measured
 from layout_runs import token_samples
+
+KEY = "megatron_wrap.model_provider.linear_cross_entropy"
+
+
+class Counts(NamedTuple):
+    """How often the backward pass computed logits again, and how often all logits were stored."""
+
+    recomputed: int
+    stored: int
+
+
+@contextmanager
+def _small_chunks() -> Iterator[Any]:
+    """Chunks of at most 13 tokens; yields what counts the calls."""
+    from megatron_wrap.ops import chunks, deferred_logits
+
+    with (
+        mock.patch.object(chunks, "MIN_CHUNK_TOKENS", 13),
+        mock.patch.object(chunks, "chunk_bytes", return_value=1),
+        mock.patch.object(chunks, "_recomputed", wraps=chunks._recomputed) as recomputed,
+        mock.patch.object(deferred_logits.DeferredLogits, "_warn") as stored,
+    ):
+        yield lambda: Counts(recomputed.call_count, stored.call_count)
+
+
+def both(overrides: tuple[str, ...], batch: list[Any] | None = None) -> dict[str, Any]:
+    """Gradients of a first step, then the metrics of two steps, with stored and with deferred logits.
+
+    Returns:
+        `stored` and `deferred`: (metrics of each step, on rank 0 the unsharded gradients by name); `counts` of the
+        deferred run.
+    """
+    results: dict[str, Any] = {}
+    for name, value in (("stored", "false"), ("deferred", "true")):
+        with _small_chunks() as count:
+            results[name] = _steps((*overrides, f"{KEY}={value}"), batch)
+            results["counts"] = tuple(count())
+    return results
+
+
+def _steps(overrides: tuple[str, ...], batch: list[Any] | None) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    with started(_model_runs.CONFIG, overrides) as wrap:
+        batch = batch or _model_runs.samples(wrap.global_batch_size, wrap.config.train.seq_length)
+        gradients = gradients_of(wrap, batch)
+        metrics = [wrap.train(batch) for _ in range(2)]
+        metrics.append(wrap.evaluate({"set": batch}))
+        keep = wrap.state.parallel.world.rank == 0
+    return [without_measured(step) for step in metrics], gradients if keep else {}
+
 
 SWITCHES = {
     "tied": ("megatron_lm.model.arch.untie_embeddings_and_output_weights=false",),
@@ -37,36 +89,20 @@ def assert_equal(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", covering(CASES))
 def test_fine_tuning_equals_stored_logits(case: str, ranks):
     processes, overrides = layout(case, SWITCHES)
-    results = ranks(processes).run(runs.both, overrides)
+    results = ranks(processes).run(both, overrides)
     assert_equal(results[0])
     numpy.testing.assert_allclose(results[0]["stored"][0][0]["loss"], results[0]["deferred"][0][0]["loss"], rtol=1e-6)
     assert all(of_rank["counts"] == (0, 0) for of_rank in results)  # no second product, and no whole logits
 
 
-def ids(generator: random.Random, longest: int) -> list[int]:
-    return [generator.randrange(_model_runs.VOCAB) for _ in range(generator.randint(4, longest))]
+def rows(seed: int, **longest: int) -> list[dict[str, Any]]:
+    """Four samples of random tokens, up to so many by name."""
+    generator = random.Random(seed)
 
+    def ids(most: int) -> list[int]:
+        return [generator.randrange(_model_runs.VOCAB) for _ in range(generator.randint(4, most))]
 
-def pairs() -> list[dict[str, Any]]:
-    generator = random.Random(5)
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return [{name: ids(generator, 14) for name in names} for _ in range(4)]
-
-
-def answers() -> list[dict[str, Any]]:
-    generator = random.Random(6)
-    return [
-        {"prompt_ids": ids(generator, 12), "completion_ids": ids(generator, 14), "label": index % 2 == 0}
-        for index in range(4)
-    ]
-
-
-def rollouts() -> list[dict[str, Any]]:
-    generator = random.Random(7)
-    return [
-        {"prompt_ids": ids(generator, 12), "response_ids": ids(generator, 14), "advantage": index - 1.5}
-        for index in range(4)
-    ]
+    return [{name: ids(most) for name, most in longest.items()} for _ in range(4)]
 
 
 def windows() -> list[dict[str, Any]]:
@@ -87,9 +123,15 @@ REFERENCE, TEACHER = "megatron_wrap.models.reference=copy", "megatron_wrap.model
 FLOWS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "gpt_pretrain": (windows(), ()),
     "gpt_sft-smoothed": ([], (f"{FLOW}label_smoothing=0.1", f"{FLOW}z_loss_coefficient=0.01")),
-    "gpt_dpo": (pairs(), (REFERENCE, f"{FLOW}use_weighting=true")),
-    "gpt_kto": (answers(), (REFERENCE,)),
-    "gpt_grpo": (rollouts(), (f"{FLOW}entropy_coefficient=0.1", f"{FLOW}beta=0.0")),
+    "gpt_dpo": (rows(5, prompt_ids=14, chosen_ids=14, rejected_ids=14), (REFERENCE, f"{FLOW}use_weighting=true")),
+    "gpt_kto": (
+        [{**row, "label": index % 2 == 0} for index, row in enumerate(rows(6, prompt_ids=12, completion_ids=14))],
+        (REFERENCE,),
+    ),
+    "gpt_grpo": (
+        [{**row, "advantage": index - 1.5} for index, row in enumerate(rows(7, prompt_ids=12, response_ids=14))],
+        (f"{FLOW}entropy_coefficient=0.1", f"{FLOW}beta=0.0"),
+    ),
     "gpt_distill": ([], (TEACHER, f"{FLOW}beta=0.3", f"{FLOW}label_weight=0.5")),
     "gpt_distill-top-k": ([], (TEACHER, f"{FLOW}beta=0.3", f"{FLOW}top_k=7")),
 }
@@ -110,7 +152,7 @@ def test_other_flows_equal_stored_logits(flow: str, case: str, ranks):
     samples, overrides = FLOWS[flow]
     processes, of_layout = layout(case, SWITCHES)
     overrides = (f"{FLOW}__select__={flow.partition('-')[0]}", *overrides, *of_layout)
-    results = ranks(processes).run(runs.both, overrides, samples or None)
+    results = ranks(processes).run(both, overrides, samples or None)
     assert_equal(results[0])
     recomputed, stored = zip(*(of_rank["counts"] for of_rank in results), strict=True)
     assert (sum(recomputed) > 0) is (flow != "gpt_pretrain")  # whose gradient is known before the forward pass
@@ -119,4 +161,4 @@ def test_other_flows_equal_stored_logits(flow: str, case: str, ranks):
 
 @pytest.mark.matrix
 def test_check_parity_with_linear_cross_entropy(ranks):
-    assert_layouts_agree(ranks, ["tp2-sp-pp2", "cp2", "packed"], [f"{runs.KEY}=true"], token_samples(16, 48))
+    assert_layouts_agree(ranks, ["tp2-sp-pp2", "cp2", "packed"], [f"{KEY}=true"], token_samples(16, 48))
