@@ -42,26 +42,6 @@ class Focal(_Base):
         return self.token_mean(-((1 - log_probs.exp()) ** 2) * log_probs, mask)
 
 
-class TwoTerms(_Base):
-    """Two named terms with separate coefficients and weights."""
-
-    supports_packing = True
-
-    def get_loss_weight(self, loss_inputs: Any) -> dict[str, float]:
-        mask = loss_inputs["loss_mask"]
-        return {"tokens": float(mask.sum()), "confidence": float(mask.shape[0])}
-
-    def get_loss_coefficients(self) -> dict[str, float]:
-        return {"confidence": 0.01}
-
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
-        return LossOutput(
-            {"tokens": self.token_mean(-log_probs, mask), "confidence": self.token_mean(log_probs**2, mask)},
-            {"accuracy_like": (self.token_mean(log_probs.exp(), mask).detach(), mask.sum())},
-        )
-
-
 class WholeSequence(_OfSequences):
     """A non-linear function of whole sequences, which context parallelism splits and packing puts in one row."""
 
@@ -178,7 +158,7 @@ class Advantages(_Base):
         return LossOutput(-centered, {"drift": (centered, mask.sum())})
 
 
-RIGHT = [Focal, TwoTerms, WholeSequence, ToCome, EntropyBonus, MaxZ, SampleWeights, Advantages, TwoValuesComplete]
+RIGHT = [Focal, WholeSequence, ToCome, EntropyBonus, MaxZ, SampleWeights, Advantages, TwoValuesComplete]
 
 
 # ---- wrong ----
@@ -187,11 +167,6 @@ RIGHT = [Focal, TwoTerms, WholeSequence, ToCome, EntropyBonus, MaxZ, SampleWeigh
 class TimesContextSize(_Base):
     def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
         return self.token_mean(-log_probs, mask) * self.context.cp_size
-
-
-class OverContextSize(_Base):
-    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
-        return self.token_mean(-log_probs, mask) / self.context.cp_size
 
 
 class TimesDataSize(_Base):
@@ -457,21 +432,6 @@ class SumsOfRows(_OfSequences):
         return self.sequence_mean(-functional.logsigmoid(whole / 100.0))
 
 
-class OneValuePerRow(SumsOfRows):
-    """The same with a field of one value for each sequence, so that the shapes do not fit a packed row."""
-
-    supports_packing = True
-
-    def collate_data_micro_batch(self, iterator: Any) -> Any:
-        model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
-        return model_inputs, {**loss_inputs, "scale": 1.0 + loss_inputs["labels"].sum(1) % 3}
-
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
-        whole = self.sum_on_cp_group((log_probs * loss_inputs["loss_mask"]).sum(dim=1))
-        return LossOutput(self.sequence_mean(-torch.stack([whole, loss_inputs["scale"]]).prod(dim=0)))
-
-
 class CountsRows(_WithMetric):
     """A metric with one term for each row."""
 
@@ -494,7 +454,6 @@ class GathersPackedRows(_Base):
 
 WRONG = {
     TimesContextSize: ("cp2", "context-parallel size"),
-    OverContextSize: ("cp2", "1 / the context-parallel size"),
     TimesDataSize: ("dp2", "the data-parallel size"),
     TimesTensorSize: ("tp2", "the tensor-parallel size"),
     WrongAdjoint: ("cp2", "adjoint"),
@@ -521,7 +480,6 @@ WRONG = {
     MetricRightOnTheFirst: ("tp2", "'shown' differs between tensor-parallel ranks"),
     BareShare: ("cp2", "'shown' is a bare number, but it is this rank's share"),
     SumsOfRows: ("packed", "self.sum_per_sequence"),
-    OneValuePerRow: ("packed", "self.sum_per_sequence"),
     CountsRows: ("packed", "metric 'shown': likely cause: a sum, mean or other operation over each row"),
     GathersPackedRows: ("packed", "calls gather_on_cp_group"),
     TotalOnEveryRank: ("cp2", "'shown' is complete and equal on every context-parallel rank"),
