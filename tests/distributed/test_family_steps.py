@@ -14,13 +14,25 @@ from _hf_training_runs import train_ours, train_transformers
 from _layouts import layout
 
 STEPS = 5
+QUICK = {
+    ("smollm3", "cp2-packed"),
+    ("glm4-moe-lite", "tp2-pp2"),
+    ("gpt-oss", "cp2"),
+    ("mistral4", "ep2"),
+    ("qwen3.5", "tp2-packed"),
+    ("qwen3-next", "ep2-packed"),
+}
+"""Each layout, and models of each kind; `test_bridge.py` has the logits of every family."""
 CASES = [
     (family, name)
     for number, family in enumerate(runs.NEW_FAMILIES)
-    for name in (("cp2", "tp2-packed", "ep2") if number % 2 else ("tp2-pp2", "cp2-packed", "ep2-packed"))
-    if family in runs.EXPERTS or not name.startswith("ep2")
+    for name in ("cp2", "tp2-packed", "ep2", "tp2-pp2", "cp2-packed", "ep2-packed")
+    if (family, name) in QUICK
+    or name == ("tp2-packed", "cp2-packed")[number % 2]
+    or (name == ("ep2-packed", "ep2")[number % 2] and family in runs.EXPERTS)
 ]
-"""(family, layout); neighbors in the list have what the other one lacks."""
+"""(family, layout), where neighbors have what the other one lacks. Layouts of each kind of attention and of experts are
+compared with one rank in `test_parity.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +43,6 @@ def theirs(tmp_path_factory):
         return train_transformers(folder, STEPS), _generate_runs.expected_greedy(folder)
 
     return runs.made_once(tmp_path_factory, expected)
-
-
-QUICK = {
-    ("smollm3", "cp2-packed"),
-    ("glm4-moe-lite", "tp2-pp2"),
-    ("gpt-oss", "cp2"),
-    ("mistral4", "ep2"),
-    ("qwen3.5", "tp2-packed"),
-    ("qwen3-next", "ep2-packed"),
-}
-"""Each layout, and models of each kind; `test_bridge.py` has the logits of every family."""
 
 
 @pytest.mark.parametrize(
