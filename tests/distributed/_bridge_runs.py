@@ -46,10 +46,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Name -> number of processes, and overrides."""
 
-EXPERTS = (
-    *("minimax-m2", "gpt-oss", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3"),
-    *("glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite", "mistral4", "qwen3-next", "qwen3.5-moe"),
-)
+EXPERT_COUNTS = {"n_routed_experts", "num_experts", "num_local_experts"}
+EXPERTS = tuple(name for name, (_, values) in FAMILIES.items() if EXPERT_COUNTS & values.keys())
 NEW_FAMILIES = (
     *("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),
     *("gpt-oss", "phi4-mini", "ministral", "ministral3", "mistral4", "qwen3-next", "qwen3.5", "qwen3.5-moe"),

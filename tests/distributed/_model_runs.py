@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import yaml
 from _documented_router import documented_kernels
 from _started import gradients_of, started
 
 CONFIG = Path(__file__).parent / "models.yaml"
 VOCAB = 301
+ARCHITECTURES = yaml.safe_load((Path(__file__).parent / "architectures.yml").read_text(encoding="utf-8"))
+"""Kind -> name -> overrides of the architecture."""
 ROUTER_LOSSES = {"load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"}
 
 

@@ -14,68 +14,8 @@ from _layouts import layout
 ARCH = "megatron_lm.model.arch."
 STEPS = 2
 
-MIXTRAL = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_dtype": "fp32"}
-MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": MIXTRAL,
-    "mixtral-three-layers": {**MIXTRAL, "num_layers": 3},
-    # the first layer is dense; gated shared experts; softmax over all experts
-    "qwen2-moe": {
-        **MIXTRAL,
-        "num_experts": 6,
-        "moe_router_topk": 3,
-        "moe_layer_freq": "[0,1,1,1]",
-        "moe_router_pre_softmax": "true",
-        "moe_shared_expert_intermediate_size": 64,
-        "moe_shared_expert_gate": "true",
-    },
-    "deepseek-v3-router": {
-        **MIXTRAL,
-        "num_experts": 8,
-        "moe_router_topk": 3,
-        "moe_layer_freq": "([0]*1+[1]*3)",
-        "moe_shared_expert_intermediate_size": 48,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": "true",
-        "moe_router_topk_scaling_factor": 2.5,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_group_score_experts": 2,
-    },
-}
-DEEPSEEK = {
-    "multi_latent_attention": "true",
-    "qk_layernorm": "true",
-    "q_lora_rank": 12,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 12,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 10,
-    "rope_type": "yarn",
-    "rotary_scaling_factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "mscale_all_dim": 0.5,
-}
-MODELS |= {
-    "deepseek-v3": {**MODELS["deepseek-v3-router"], **DEEPSEEK},
-    "deepseek-v2-lite": {
-        **MODELS["qwen2-moe"],
-        **DEEPSEEK,
-        "q_lora_rank": "null",
-        "rope_type": "rope",
-        "moe_shared_expert_gate": "false",
-    },
-    "mistral": {"window_size": "[5,0]", "num_query_groups": 2},
-}
-LOSSES: dict[str, dict[str, Any]] = {
-    "aux": {"moe_aux_loss_coeff": 0.1},
-    "seq": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
-    "z": {"moe_z_loss_coeff": 0.1},
-    "aux-seq-z": {
-        "moe_router_load_balancing_type": "[aux_loss,seq_aux_loss]",
-        "moe_aux_loss_coeff": "[0.1,0.05]",
-        "moe_z_loss_coeff": 0.02,
-    },
-}
+MODELS: dict[str, dict[str, Any]] = _model_runs.ARCHITECTURES["experts"]
+LOSSES: dict[str, dict[str, Any]] = _model_runs.ARCHITECTURES["router_losses"]
 
 
 def arch(*parts: dict[str, Any]) -> tuple[str, ...]:

@@ -22,31 +22,7 @@ def _overrides(prefix: str, values: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"{prefix}{key}={text}" for key, text in texts.items())
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "tied": {"untie_embeddings_and_output_weights": False},
-    "gpt2": {
-        "position_embedding_type": "learned_absolute",
-        "max_position_embeddings": 40,
-        "normalization": "LayerNorm",
-        "swiglu": False,
-        "openai_gelu": True,
-        "add_bias_linear": True,
-        "untie_embeddings_and_output_weights": False,
-    },
-    "qk-norm": {"qk_layernorm": True, "add_qkv_bias": True, "kv_channels": 12, "num_query_groups": 2},
-    "nemotron": {
-        "normalization": "LayerNorm",
-        "apply_layernorm_1p": True,
-        "swiglu": False,
-        "squared_relu": True,
-        "rotary_percent": 0.5,
-    },
-    "six-layers": {"num_layers": 6},
-    "six-layers-tied": {"num_layers": 6, "untie_embeddings_and_output_weights": False},
-    "unpadded-on-one-rank": {"make_vocab_size_divisible_by": 1},
-}
-
+MODELS: dict[str, dict[str, Any]] = _model_runs.ARCHITECTURES["dense"]
 SELECTIVE = (f"{RECOMPUTE}recompute_granularity=selective",)
 FULL = _overrides(
     RECOMPUTE, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}

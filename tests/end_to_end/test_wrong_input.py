@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 
 TINY = """\
 megatron_lm:
@@ -49,72 +49,8 @@ def config(folder: Path, *, parallel: str = "tensor_model_parallel_size: 1", mor
     return path
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A wrong input, and what its message contains."""
-
-    words: tuple[str, ...]
-    overrides: tuple[str, ...] = ()
-    parts: dict[str, str] = field(default_factory=dict)
-    """Arguments of `config`."""
-    replaced: tuple[str, str] = ("", "")
-    """A text of the configuration, and what replaces it."""
-    files: dict[str, str] = field(default_factory=dict)
-    """Name -> content."""
-    processes: str = "1"
-
-
-TEXTS = {"flow": "gpt_sft", "data": "jsonl"}
-FLOW_KEY, TRAIN = "megatron_wrap.flow.flow_key=my_flow:", "megatron_lm.train.common"
+WRONG = yaml.safe_load((Path(__file__).parent / "wrong_input.yml").read_text(encoding="utf-8"))
 LENGTHS = "".join(json.dumps({"input_ids": [1] * n, "loss_mask": [1] * n}) + "\n" for n in (3, 40))
-WRONG = {
-    "unknown key": Wrong(
-        ("run.yaml:8", "train.common.micro_batch_sise", "did you mean micro_batch_size?"),
-        parts={"more_train": "micro_batch_sise: 2"},
-    ),
-    "processes that the layout does not divide": Wrong(
-        ("3", "2"), parts={"parallel": "tensor_model_parallel_size: 2"}, processes="3"
-    ),
-    "flow without its methods": Wrong(
-        ("does not implement calculate_loss(self, loss_inputs",),
-        (f"{FLOW_KEY}Unfinished",),
-        files={"my_flow.py": UNFINISHED},
-    ),
-    "missing data file": Wrong(
-        ("tarin.jsonl", "train.jsonl"),
-        ("megatron_wrap.data.train=tarin.jsonl",),
-        TEXTS,
-        files={"train.jsonl": '{"text": "a"}\n'},
-    ),
-    "sample longer than the context with truncation refused": Wrong(
-        ("train.jsonl:2", "40", "33"),
-        ("megatron_wrap.data.train=train.jsonl",),
-        TEXTS,
-        ("__select__: gpt_sft", "__select__: gpt_sft, __override__: {truncation: refuse}"),
-        {"train.jsonl": LENGTHS},
-    ),
-    # the others have the marker matrix
-    "missing selection": Wrong(
-        ("megatron_lm.model.arch", "tiny-llama", "__select__"),
-        files={"run.yaml": "megatron_wrap:\n  flow: {__select__: gpt_sft}\n"},
-    ),
-    "empty YAML": Wrong(("run.yaml", "empty"), files={"run.yaml": ""}),
-    "missing flow": Wrong(("'my_flow'", "has no 'Missing'"), (f"{FLOW_KEY}Missing",), files={"my_flow.py": UNFINISHED}),
-    "malformed JSON line": Wrong(
-        ("train.jsonl:2",),
-        ("megatron_wrap.data.train=train.jsonl",),
-        TEXTS,
-        files={"train.jsonl": '{"text": "a"}\n{"text": "b"\n'},
-    ),
-    "output folder that cannot be written": Wrong(
-        ("taken", "output_dir"), ("megatron_wrap.logger.output_dir=taken/run",), files={"taken": "a file"}
-    ),
-    "Megatron-LM's checkpoint of the old form": Wrong(
-        ("mp_rank_", "Hugging Face"),
-        (f"{TRAIN}.load=old",),
-        files={"old/iter_0000005/mp_rank_00/model_optim_rng.pt": "", "old/latest_checkpointed_iteration.txt": "5"},
-    ),
-}
 
 
 def written(folder: Path) -> list[str]:
@@ -138,17 +74,18 @@ def refused(command, folder: Path, run: Path, *overrides: str, words: Iterable[s
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.matrix if index >= 5 else ()) for index, case in enumerate(WRONG)]
+    "case", [pytest.param(case, marks=() if "quick" in wrong else pytest.mark.matrix) for case, wrong in WRONG.items()]
 )
 def test_wrong_input_is_one_line(command, tmp_path, case):
     wrong = WRONG[case]
-    run = config(tmp_path, **wrong.parts)
-    run.write_text(run.read_text().replace(*wrong.replaced) if wrong.replaced[0] else run.read_text())
-    for name, content in wrong.files.items():
+    run = config(tmp_path, **wrong.get("parts", {}))
+    run.write_text(run.read_text().replace(*wrong.get("replaced", ("", ""))))
+    for name, content in {"my_flow.py": UNFINISHED, **wrong.get("files", {})}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    environment = {"GPUS_PER_NODE": wrong.processes, "PYTHONDONTWRITEBYTECODE": "1"}
-    refused(command, tmp_path, run, *wrong.overrides, words=wrong.words, environment=environment)
+        (tmp_path / name).write_text(LENGTHS if content == "LENGTHS" else content)
+    environment = {"GPUS_PER_NODE": str(wrong.get("processes", 1)), "PYTHONDONTWRITEBYTECODE": "1"}
+    overrides = wrong.get("overrides", [])
+    refused(command, tmp_path, run, *overrides, words=wrong["words"], environment=environment)
 
 
 @pytest.mark.matrix
