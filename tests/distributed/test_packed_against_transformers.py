@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _bridge_runs
 import _bridge_runs as runs
 import numpy
 import pytest
 from _covering import covering
+from _layouts import PACKED as PACKED_ROWS
 from _layouts import layout
+from _started import from_folder
 
 
 def packed_logits_and_loss(
@@ -26,16 +27,12 @@ def packed_logits_and_loss(
     """
     import torch
 
-    from megatron_wrap.core import MegatronWrap
     from megatron_wrap.engine.batches.context_parallel_shard import PACKED
     from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
     from megatron_wrap.engine.step_inputs import replica_micro_batches
     from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS
 
-    settings = [*overrides, "megatron_wrap.flow.packing=true", f"megatron_wrap.logger.output_dir={outputs}"]
-    with MegatronWrap.from_pretrained(folder, _bridge_runs.CONFIG, settings) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with from_folder(folder, (*overrides, *PACKED_ROWS), outputs) as wrap:
         state = wrap.state
         micro_batches = replica_micro_batches(state, samples).training
 
@@ -44,7 +41,7 @@ def packed_logits_and_loss(
             sequences = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             positions = micro_batch.model_inputs[PACKED].positions
             return [
-                (int(sequence), int(position), logits[: _bridge_runs.VOCAB].numpy())
+                (int(sequence), int(position), logits[: runs.VOCAB].numpy())
                 for sequence, position, logits in zip(sequences, positions, output[0].float(), strict=True)
                 if sequence < len(micro_batch.lengths) and position < micro_batch.lengths[sequence]
             ]
