@@ -58,21 +58,25 @@ VARIANTS = (
     *("phi3-window", "mistral-window", "llama-four-layers", "llama-biases", "llama3.1", "llama-linear-rope"),
     *("llama-yarn", "qwen2-tied", "smollm3-tied", "glm4-moe-plain", "moonlight", "phi4-mini-long"),
 )
-"""Cases that are split like another case; they run with all splits at once."""
+"""Cases that are split like another case; they run only on one rank and with all splits at once."""
+CASES = [
+    (family, name)
+    for family in FAMILIES
+    for name in (("one", "tp2-pp2") if family in VARIANTS else LAYOUTS)
+    if family in EXPERTS or not name.startswith("ep2")
+]
+"""(family, layout) of each comparison with transformers on GPUs."""
 
 
-def layouts_of(family: str) -> list[str]:
-    """Layouts of the comparison with transformers: all splits at once, and each axis of which no other test compares
-    the family. A dense model and one with experts have all."""
-    if family in ("llama", "mixtral"):
-        return [name for name in LAYOUTS if family == "mixtral" or not name.startswith("ep2")]
-    further = ["ep2-tp2"] if family in EXPERTS else []
-    further += [] if family in NEW_FAMILIES else ["cp2"]
-    return ["tp2-pp2", *(() if family in VARIANTS else further)]
+def _is_on_cpus(family: str, name: str) -> bool:
+    if name == "tp2-pp2" or family in ("llama", "mixtral"):
+        return True
+    return family not in VARIANTS and (name == "ep2-tp2" or (name == "cp2" and family not in NEW_FAMILIES))
 
 
-CASES = [(family, name) for family in FAMILIES for name in layouts_of(family)]
-"""(family, layout) of each comparison with transformers."""
+ON_CPUS = [case for case in CASES if _is_on_cpus(*case)]
+"""Those on CPUs: all splits at once, and each axis of which no other test compares the family. A dense model and one
+with experts have all."""
 
 
 def make_folder(

@@ -23,10 +23,10 @@ SPARSE = ("one", "tp2-sp", "ep2", "ep2-tp2", "ep2-pp2", "ep2-cp2")
 CASES = [
     *(("llama", layout) for layout in (*DENSE, "tp2", "cp2-tp2", "cp2-pp2", "cp2-dp2")),
     ("llama-four-layers", "pp2-vpp2"),
-    *(("gpt2", layout) for layout in ("one", "tp2-pp2", "cp2")),
-    ("qwen3", "tp2-pp2"),
+    *(("gpt2", layout) for layout in (*DENSE, "cp2")),
+    *(("qwen3", layout) for layout in DENSE),
     *(("mixtral", layout) for layout in SPARSE),
-    *(("deepseek-v2", layout) for layout in ("one", "ep2-tp2", "ep2-pp2", "ep2-cp2")),
+    *(("deepseek-v2", layout) for layout in SPARSE),
     ("mistral-window", "one"),
     ("mistral-window", "tp2-pp2"),
     ("llama3.2-tied", "tp2-pp2"),

@@ -26,7 +26,7 @@ def load(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("family", "name"), covering(runs.CASES, family_and_axes))
+@pytest.mark.parametrize(("family", "name"), covering(runs.ON_CPUS, family_and_axes))
 def test_logits_are_those_of_transformers_and_the_export_is_the_original(family, name, ranks, original, tmp_path):
 
     folder, expected = original(family)
