@@ -52,7 +52,7 @@ def main() -> None:
     measured = json.loads(MEASURED.read_text())["cases"] if MEASURED.exists() else {}
     with tempfile.TemporaryDirectory() as folder, pools(Path(folder), "cpu") as of_size:
         for case in parser.parse_args().cases:
-            layouts = [layout for name, layout in runs.ON_CPUS if name == case]
+            layouts = [layout for name, layout in runs.CASES if name == case]
             measured[case] = measure(case, layouts, of_size, Path(tempfile.mkdtemp(dir=folder)))
             print(case, measured[case], flush=True)
     sizes: dict[str, list[str]] = {}
