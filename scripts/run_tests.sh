@@ -113,10 +113,12 @@ elif [ "$*" = --all ]; then
   $matrix "distributed tests p" tests/distributed/test_p*.py "${all[@]}"
   $matrix "distributed tests a-e" tests/distributed/test_[a-e]*.py "${all[@]}"
   $matrix "distributed tests f-o" tests/distributed/test_[f-o]*.py "${all[@]}"
-  # Left out: formulas of flows, order of data, files and processes. They call Megatron-Core as the tests of layouts do.
+  # Left out: formulas of flows, order of data, files and processes, and what begins from other weights. They call
+  # Megatron-Core as the tests of layouts do.
   independent=("*parity" dpo distillation "grpo*" "preference_*" reference_free reward loading_resumed ranks "rollout_*")
   independent+=(checkpoint_failures damaged_checkpoints remote_folders fit_on_ranks hf_training covering)
   independent+=(doctor inference loopback ops stragglers)
+  independent+=(family_steps growing_vocabulary packed_evaluation "quantized_*" reference)
   ignored=("${independent[@]/#/--ignore-glob=*test_}")
   ignored=("${ignored[@]/%/.py}")
   [ -z "$two_versions" ] ||

@@ -8,7 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-CONFIG = Path(__file__).parent / "hugging_face.yaml"
+import yaml
+from _layouts import layout
+from _started import HUGGING_FACE, from_folder, train_until
+
+CONFIG = HUGGING_FACE
 VOCAB = 301
 NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
@@ -23,289 +27,11 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     **NO_IDS,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 8.0,
-    "beta_slow": 2.0,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.5,
-}
-DEEPSEEK: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 14,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-}
-GROWING_QUERIES: dict[str, Any] = {
-    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 12},
-    **{"beta_fast": 8.0, "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
-}
-PHI4: dict[str, Any] = {
-    "tie_word_embeddings": True,
-    "num_attention_heads": 6,
-    "partial_rotary_factor": 0.75,
-    "rope_parameters": {
-        **{"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
-        **{"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 1.5, 4.0]},
-    },
-}
-ONE_GROUP = {"n_group": 1, "topk_group": 1}
-EXPERTS_OF_GLM: dict[str, Any] = {
-    "n_routed_experts": 6,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 28,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-    "num_mtp_layers": 0,
-}
-
-LINEAR: dict[str, Any] = {
-    **{"num_hidden_layers": 4, "num_attention_heads": 6, "head_dim": 16, "partial_rotary_factor": 0.25},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 14},
-}
-EXPERTS_OF_QWEN: dict[str, Any] = {
-    **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
-    "shared_expert_intermediate_size": 28,
-}
-
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {"rms_norm_eps": 1e-6}),
-    "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
-    "llama3.1": ("LlamaForCausalLM", {"head_dim": 64, "rope_parameters": LLAMA3}),
-    "llama3.2-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": 8}),
-    "llama-linear-rope": (
-        "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}},
-    ),
-    "llama-yarn": (
-        "LlamaForCausalLM",
-        {
-            "rope_parameters": {
-                **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False},
-                "original_max_position_embeddings": 16,
-            }
-        },
-    ),
-    "llama-four-layers": ("LlamaForCausalLM", {"num_hidden_layers": 4}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
-    "qwen2-tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
-    "mistral": ("MistralForCausalLM", {"sliding_window": None, "head_dim": 12}),
-    "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
-    "smollm3-tied": ("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
-    "seed-oss": ("SeedOssForCausalLM", {"head_dim": 16, "residual_dropout": 0.0, "attention_dropout": 0.0}),
-    "phi3-window": ("Phi3ForCausalLM", {"sliding_window": 9, "num_key_value_heads": 4}),
-    "phi3": ("Phi3ForCausalLM", {}),
-    "phi4-mini": (
-        "Phi3ForCausalLM",
-        {**PHI4, "num_attention_heads": 6, "original_max_position_embeddings": 128},
-    ),
-    "ministral": (
-        "MinistralForCausalLM",
-        {
-            **{"num_hidden_layers": 4, "num_attention_heads": 6, "head_dim": 10, "sliding_window": 9},
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-        },
-    ),
-    "ministral3": (
-        "Ministral3ForCausalLM",
-        {"num_attention_heads": 6, "head_dim": 10, "tie_word_embeddings": True, "rope_parameters": GROWING_QUERIES},
-    ),
-    "mistral4": (
-        "Mistral4ForCausalLM",
-        {
-            **{**DEEPSEEK, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6},
-            **{"q_lora_rank": 26, "num_experts_per_tok": 3},
-            "rope_parameters": {**GROWING_QUERIES, "mscale": 0.8},
-        },
-    ),
-    "phi4-mini-long": ("Phi3ForCausalLM", {**PHI4, "original_max_position_embeddings": 32}),
-    "mistral-window": ("MistralForCausalLM", {"sliding_window": 11}),
-    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2-moe": (
-        "Qwen2MoeForCausalLM",
-        {
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 40,
-            "shared_expert_intermediate_size": 56,
-            "mlp_only_layers": [0],
-        },
-    ),
-    "qwen3-moe": (
-        "Qwen3MoeForCausalLM",
-        {
-            "num_experts": 6,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": True,
-            "head_dim": 12,
-        },
-    ),
-    "deepseek-v2-lite": (
-        "DeepseekV2ForCausalLM",
-        {**DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 3, "topk_method": "greedy"},
-    ),
-    "deepseek-v2": (
-        "DeepseekV2ForCausalLM",
-        {
-            **DEEPSEEK,
-            "rope_parameters": YARN,
-            "q_lora_rank": 28,
-            "num_experts_per_tok": 4,
-            "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 3,
-            "routed_scaling_factor": 2.0,
-        },
-    ),
-    "deepseek-v3": (
-        "DeepseekV3ForCausalLM",
-        {
-            **DEEPSEEK,
-            "rope_parameters": YARN,
-            "q_lora_rank": 28,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
-            "num_nextn_predict_layers": 0,
-        },
-    ),
-    "glm4-moe": (
-        "Glm4MoeForCausalLM",
-        {
-            **EXPERTS_OF_GLM,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 12,
-            "head_dim": 16,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "n_group": 2,
-            "topk_group": 1,
-        },
-    ),
-    "glm4-moe-plain": (
-        "Glm4MoeForCausalLM",
-        {**EXPERTS_OF_GLM, "head_dim": 12, "partial_rotary_factor": 0.25, "tie_word_embeddings": True},
-    ),
-    "moonlight": (
-        "DeepseekV3ForCausalLM",
-        {
-            **{**DEEPSEEK, **ONE_GROUP, "q_lora_rank": None, "num_experts_per_tok": 3, "num_mtp_layers": 0},
-            "rms_norm_eps": 1e-3,
-        },
-    ),
-    "kimi-k2": (
-        "DeepseekV3ForCausalLM",
-        {
-            **{**DEEPSEEK, **ONE_GROUP, "num_attention_heads": 6, "num_key_value_heads": 6, "num_mtp_layers": 0},
-            **{"q_lora_rank": 28, "num_experts_per_tok": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.827},
-            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0},
-        },
-    ),
-    "glm4-moe-lite": (
-        "Glm4MoeLiteForCausalLM",
-        {
-            **{**DEEPSEEK, "num_hidden_layers": 4, "num_attention_heads": 10, "num_key_value_heads": 10},
-            **{"q_lora_rank": 26, "num_experts_per_tok": 3, "rms_norm_eps": 1e-3},
-            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
-            "num_nextn_predict_layers": 0,
-        },
-    ),
-    "gpt-oss": (
-        "GptOssForCausalLM",
-        {
-            **{"hidden_size": 40, "intermediate_size": 36, "num_attention_heads": 6, "head_dim": 16},
-            **{"num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 7},
-            "rope_parameters": {
-                **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False},
-                "original_max_position_embeddings": 16,
-            },
-        },
-    ),
-    "qwen3-next": (
-        "Qwen3NextForCausalLM",
-        {**LINEAR, **EXPERTS_OF_QWEN, "mlp_only_layers": [1], "linear_conv_kernel_dim": 3},
-    ),
-    "qwen3.5": ("Qwen3_5ForCausalLM", {**LINEAR, "full_attention_interval": 3, "mtp_num_hidden_layers": 0}),
-    "qwen3.5-moe": (
-        "Qwen3_5MoeForCausalLM",
-        {
-            **{**LINEAR, **EXPERTS_OF_QWEN, "linear_num_value_heads": 2, "tie_word_embeddings": True},
-            "layer_types": ["full_attention", *["linear_attention"] * 3],
-            "mtp_num_hidden_layers": 0,
-        },
-    ),
-    "olmo2": ("Olmo2ForCausalLM", {"num_attention_heads": 6, "head_dim": 10}),
-    "olmo3": (
-        "Olmo3ForCausalLM",
-        {
-            **{"num_hidden_layers": 4, "num_attention_heads": 6, "tie_word_embeddings": True, "sliding_window": 9},
-            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {
-                    **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0},
-                    **{"original_max_position_embeddings": 16, "attention_factor": 1.138629436111989},
-                },
-                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-            },
-        },
-    ),
-    "minimax-m2": (
-        "MiniMaxM2ForCausalLM",
-        {
-            **{"num_attention_heads": 6, "head_dim": 12, "rotary_dim": 8, "intermediate_size": 28},
-            "partial_rotary_factor": 8 / 12,  # transformers before 5.18 does not read rotary_dim
-            **{"num_local_experts": 6, "num_experts_per_tok": 3, "use_mtp": False, "num_mtp_modules": 0},
-        },
-    ),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        {
-            **{"num_hidden_layers": 4, "num_attention_heads": 6, "head_dim": 10, "query_pre_attn_scalar": 14},
-            **{"tie_word_embeddings": True, "sliding_window": 9},
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-            },
-        },
-    ),
-    "gemma": ("GemmaForCausalLM", {"head_dim": 10, "tie_word_embeddings": True}),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        {
-            **{"num_hidden_layers": 4, "num_attention_heads": 6, "head_dim": 10, "query_pre_attn_scalar": 14},
-            **{"sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
-            **{"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
-        },
-    ),
-    "gpt2": (
-        "GPT2LMHeadModel",
-        {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 80, **NO_IDS},
-    ),
+    name: (values.pop("class"), values)
+    for name, values in yaml.safe_load(Path(__file__).with_name("families.yml").read_text(encoding="utf-8")).items()
 }
-"""Name -> transformers class, and the values of its configuration that differ from `SIZES`."""
+"""Name -> transformers' class, and the values of its configuration that differ from `SIZES`."""
 
 
 ZERO_CENTERED = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma3", "gemma2", "gemma")
@@ -315,69 +41,42 @@ OTHER_TYPES = {"kimi-k2": "kimi_k2"}
 
 PARALLEL = "megatron_lm.model.parallel."
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one": (1, ()),
-    "tp2": (2, (f"{PARALLEL}tensor_model_parallel_size=2",)),
-    "pp2": (2, (f"{PARALLEL}pipeline_model_parallel_size=2",)),
-    "tp2-pp2": (4, (f"{PARALLEL}tensor_model_parallel_size=2", f"{PARALLEL}pipeline_model_parallel_size=2")),
-    "cp2": (2, (f"{PARALLEL}context_parallel_size=2",)),
-    "ep2": (2, (f"{PARALLEL}expert_model_parallel_size=2",)),
-    "ep2-tp2": (
-        4,
-        (
-            f"{PARALLEL}expert_model_parallel_size=2",
-            f"{PARALLEL}tensor_model_parallel_size=2",
-            f"{PARALLEL}expert_tensor_parallel_size=1",
-        ),
-    ),
+    **{name: layout(name) for name in ("one", "tp2", "pp2", "tp2-pp2", "cp2", "ep2")},
+    "ep2-tp2": layout("dp2-tp2-ep2-etp1"),
 }
 """Name -> number of processes, and overrides."""
 
-EXPERTS = (
-    "minimax-m2",
-    "gpt-oss",
-    "mixtral",
-    "qwen2-moe",
-    "qwen3-moe",
-    "deepseek-v2-lite",
-    "deepseek-v2",
-    "deepseek-v3",
-    "glm4-moe",
-    "glm4-moe-plain",
-    "moonlight",
-    "kimi-k2",
-    "glm4-moe-lite",
-    "mistral4",
-    "qwen3-next",
-    "qwen3.5-moe",
-)
+EXPERT_COUNTS = {"n_routed_experts", "num_experts", "num_local_experts"}
+EXPERTS = tuple(name for name, (_, values) in FAMILIES.items() if EXPERT_COUNTS & values.keys())
 NEW_FAMILIES = (
     *("smollm3", "seed-oss", "glm4-moe", "glm4-moe-plain", "moonlight", "kimi-k2", "glm4-moe-lite"),
     *("gpt-oss", "phi4-mini", "ministral", "ministral3", "mistral4", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
     *("olmo2", "olmo3", "minimax-m2", "gemma3", "gemma2", "gemma"),
 )
-"""Trained in `test_family_steps.py`."""
+"""Trained in `test_family_steps.py`, on layouts of which logits and exports are compared on one each."""
 VARIANTS = (
-    "phi3-window",
-    "mistral-window",
-    "llama-four-layers",
-    "llama-biases",
-    "llama3.1",
-    "llama-linear-rope",
-    "llama-yarn",
-    "qwen2-tied",
-    "smollm3-tied",
-    "glm4-moe-plain",
-    "moonlight",
-    "phi4-mini-long",
+    *("phi3-window", "mistral-window", "llama-four-layers", "llama-biases", "llama3.1", "llama-linear-rope"),
+    *("llama-yarn", "qwen2-tied", "smollm3-tied", "glm4-moe-plain", "moonlight", "phi4-mini-long"),
 )
 """Cases that are split like another case; they run only on one rank and with all splits at once."""
 CASES = [
-    (family, layout)
+    (family, name)
     for family in FAMILIES
-    for layout in (("one", "tp2-pp2") if family in VARIANTS else LAYOUTS)
-    if family in EXPERTS or not layout.startswith("ep2")
+    for name in (("one", "tp2-pp2") if family in VARIANTS else LAYOUTS)
+    if family in EXPERTS or not name.startswith("ep2")
 ]
-"""(family, layout) of each comparison with transformers."""
+"""(family, layout) of each comparison with transformers on GPUs."""
+
+
+def _is_on_cpus(family: str, name: str) -> bool:
+    if name == "tp2-pp2" or family in ("llama", "mixtral"):
+        return True
+    return family not in VARIANTS and (name == "ep2-tp2" or (name == "cp2" and family not in NEW_FAMILIES))
+
+
+ON_CPUS = [case for case in CASES if _is_on_cpus(*case)]
+"""Those on CPUs: all splits at once, and each axis of which no other test compares the family. A dense model and one
+with experts have all."""
 
 
 def make_folder(
@@ -506,24 +205,24 @@ def make_folder_with_vision(name: str, folder: Path) -> Any:
     _condition_delta_rule(model)
     model.save_pretrained(folder, max_shard_size="100KB" if published else "1GB")
     if not published:
-        _as_published(folder / "model.safetensors")
+        _as_published(folder / "model.safetensors", text["num_hidden_layers"], text.get("num_experts", 0))
     with torch.no_grad():
         return model(input_ids=torch.tensor(token_ids())).logits.numpy()
 
 
-def _as_published(file: Path) -> None:
+def _as_published(file: Path, layers: int, num_experts: int) -> None:
     """Stack the experts of each layer, and add a layer for multi-token prediction like the first one; without experts
     a tensor of it."""
     import torch
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(file)
-    for layer in range(LINEAR["num_hidden_layers"]):
+    for layer in range(layers):
         owner = f"model.language_model.layers.{layer}.mlp.experts"
         if f"{owner}.0.gate_proj.weight" not in tensors:
             continue
         gates, ups, downs = (
-            [tensors.pop(f"{owner}.{expert}.{part}_proj.weight") for expert in range(EXPERTS_OF_QWEN["num_experts"])]
+            [tensors.pop(f"{owner}.{expert}.{part}_proj.weight") for expert in range(num_experts)]
             for part in ("gate", "up", "down")
         )
         tensors[f"{owner}.gate_up_proj"] = torch.cat((torch.stack(gates), torch.stack(ups)), dim=1)
@@ -596,49 +295,41 @@ def expected_logits(folder: Path) -> Any:
         return model(torch.tensor(token_ids())).logits.numpy()
 
 
+def logits_of(wrap: Any) -> Any:
+    """Logits [2, 64, V] of `token_ids` on rank 0; None on others."""
+    import numpy
+
+    from megatron_wrap.engine.scoring import sequence_logits
+
+    logits = sequence_logits(wrap.state, token_ids())
+    return numpy.stack([row.float().numpy() for row in logits]) if wrap.state.parallel.world.rank == 0 else None
+
+
 def logits_and_export(
     folder: str, overrides: tuple[str, ...], export_to: str, max_shard_size: str | int, keep_vision: bool = False
 ) -> Any:
-    """Start from `folder` on the layout of `overrides`, export to `export_to`; returns the logits [2, 64, V] on rank
-    0."""
-    import numpy
-
-    from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.scoring import sequence_logits
-
-    outputs = f"megatron_wrap.logger.output_dir={export_to}-outputs"
-    with MegatronWrap.from_pretrained(folder, CONFIG, [*overrides, outputs]) as wrap:
-        wrap.initialize()
-        wrap.setup_model()
-        logits = sequence_logits(wrap.state, token_ids())
+    """Start from `folder` on the layout of `overrides`, export to `export_to`; returns `logits_of`."""
+    with from_folder(folder, overrides, f"{export_to}-outputs", training=False) as wrap:
+        logits = logits_of(wrap)
         wrap.save_pretrained(export_to, max_shard_size=max_shard_size)
         if keep_vision:
             wrap.save_pretrained(f"{export_to}-vision", max_shard_size="200KB", keep_vision=True)
-        if wrap.state.parallel.world.rank == 0:
-            return numpy.stack([row.float().numpy() for row in logits])
-    return None
+        return logits
+
+
+def samples_of_length(count: int, length: int = 40) -> list[dict[str, list[int]]]:
+    """Samples of random tokens, each with a loss."""
+    return [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in token_ids(count, length)]
 
 
 def train_beside_vision(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     """Train the text model of `folder` for a step, and export it with the vision encoder to `outputs`/model; returns
-    its logits [2, 64, V] on rank 0."""
-    import numpy
-
-    from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.scoring import sequence_logits
-
-    tokens = token_ids(8, 40)
-    samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in tokens]
-    settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
-    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        wrap.train(next(iter(wrap.batches(samples))))
-        logits = sequence_logits(wrap.state, token_ids())
+    `logits_of`."""
+    with from_folder(folder, overrides, outputs) as wrap:
+        wrap.train(next(iter(wrap.batches(samples_of_length(8)))))
+        logits = logits_of(wrap)
         wrap.save_pretrained(f"{outputs}/model", max_shard_size="100KB", keep_vision=True)
-        if wrap.state.parallel.world.rank == 0:
-            return numpy.stack([row.float().numpy() for row in logits])
-    return None
+        return logits
 
 
 def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
@@ -646,15 +337,11 @@ def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     exported (name -> numpy array)."""
     import torch
 
-    from megatron_wrap.core import MegatronWrap
     from megatron_wrap.engine.verify import verify_hugging_face
     from megatron_wrap.model.chunks import bare_model
     from megatron_wrap.model.initial_weights import global_names
 
-    settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}", "megatron_wrap.model_provider.verify_hf=true"]
-    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with from_folder(folder, (*overrides, "megatron_wrap.model_provider.verify_hf=true"), outputs) as wrap:
         good = verify_hugging_face(wrap.state)
         streamed = {name: tensor.numpy() for name, tensor in wrap.export_weights()}
         with torch.no_grad():
@@ -671,36 +358,20 @@ def train_twice(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     the final weights as `setup_model` exports them from the last checkpoint."""
     import shutil
 
-    from megatron_wrap.core import MegatronWrap
     from megatron_wrap.parallel.collectives import broadcast_object
 
-    tokens = token_ids(16, 40)
-    samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in tokens]
-    settings = [
-        *overrides,
-        f"megatron_wrap.logger.output_dir={outputs}",
-        f"megatron_lm.train.common.save={outputs}/checkpoints",
-        "megatron_lm.train.common.save_interval=2",
-    ]
+    train = "megatron_lm.train.common"
+    settings = (*overrides, f"{train}.save={outputs}/checkpoints", f"{train}.save_interval=2")
 
-    def run(stop: int) -> list[float]:
-        losses = []
-        with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
-            wrap.initialize()
-            wrap.setup_model_and_optimizer()
-            for batch in wrap.batches(samples):
-                losses.append(wrap.train(batch)["loss"])
-                if wrap.iteration == stop:
-                    break
-        return losses
+    def run() -> list[float]:
+        with from_folder(folder, settings, outputs) as wrap:
+            return [step["loss"] for step in train_until(wrap, samples_of_length(16), 4)]
 
-    whole = run(4)[2:]
-    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
-        wrap.initialize()
-        wrap.setup_model()
+    whole = run()[2:]
+    with from_folder(folder, settings, outputs, training=False) as wrap:
         exported = {name: tensor.numpy() for name, tensor in wrap.export_weights()}
         wrap.save_pretrained(f"{outputs}/out")
         if wrap.state.parallel.world.rank == 0:  # back to the checkpoint of step 2
             shutil.rmtree(f"{outputs}/checkpoints/iter_0000004")
         broadcast_object(None, source_rank=0)
-    return whole, run(4), exported
+    return whole, run(), exported

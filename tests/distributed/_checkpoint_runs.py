@@ -9,6 +9,7 @@ from typing import Any
 
 import _started
 import numpy
+from _started import refusal_of, train_until
 
 CONFIG = Path(__file__).parent / "layouts.yaml"
 ARCH, TRAIN, PARALLEL = "megatron_lm.model.arch", "megatron_lm.train.common", "megatron_lm.model.parallel"
@@ -97,28 +98,14 @@ def train(
     folder: str | Path, overrides: tuple[str, ...] = (), until: int = STEPS, save_at: tuple[int, ...] = ()
 ) -> list[tuple[float, ...]]:
     """Train to iteration `until`; loss, grad_norm, learning rate and loss scale of each step taken here."""
-    taken = []
     with started(folder, overrides) as wrap:
-        data = samples()
-        while wrap.iteration < until:
-            start = wrap.iteration * BATCH
-            metrics = wrap.train(data[start : start + BATCH])
-            taken.append(tuple(metrics[name] for name in ("loss", "grad_norm", "learning_rate", "loss_scale")))
-            if wrap.iteration in save_at:
-                wrap.save()
-    return taken
+        taken = train_until(wrap, samples(), until, save_at)
+    return [tuple(step[name] for name in ("loss", "grad_norm", "learning_rate", "loss_scale")) for step in taken]
 
 
 def refusal(folder: str | Path, overrides: tuple[str, ...] = ()) -> str:
-    """The message of the CheckpointError that a run on `folder` raises."""
-    from megatron_wrap.errors import CheckpointError
-
-    try:
-        with started(folder, overrides):
-            pass
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
+    """The message of the error that a run on `folder` raises."""
+    return refusal_of(train, folder, overrides, 0)
 
 
 def in_new_processes(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -12,6 +12,7 @@ import _started
 import numpy
 import torch
 from _checkpoint_runs import state_digest
+from _started import gradients_of, weights_of
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 
@@ -75,14 +76,8 @@ def pairs(count: int = BATCH, seed: int = 6) -> list[dict[str, list[int]]]:
 
 def step(overrides: Sequence[str], samples: Sequence[Any], folder: str | Path | None = None) -> dict[str, Any]:
     """Unsharded gradients of one step as numpy arrays by their global names, and the step's metrics."""
-    from megatron_wrap.engine.step import gradients_of_batch
-    from megatron_wrap.testing.gradients import gather_gradients
-
     with started(overrides, folder) as wrap:
-        state = wrap.state
-        gradients_of_batch(state, samples)
-        gradients = {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
-        return {"gradients": gradients, "metrics": wrap.train(samples)}
+        return {"gradients": gradients_of(wrap, samples), "metrics": wrap.train(samples)}
 
 
 def evaluate_and_forward(overrides: Sequence[str], samples: Sequence[Any], sizes: Sequence[int]) -> dict[str, Any]:
@@ -138,17 +133,12 @@ def pass_on_rank_0(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str
 
 def norms(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
     """params_norm and num_zeros_in_grad as reported, and by torch on the gathered weights and gradients."""
-    from megatron_wrap.engine.step import gradients_of_batch
-    from megatron_wrap.testing.gradients import gather_gradients, gather_weights
-
     enabled = [f"megatron_wrap.logger.add_{name}_to_metrics=true" for name in ("params_norm", "num_zeros_in_grad")]
     with started([*overrides, *enabled]) as wrap:
-        state = wrap.state
-        gradients_of_batch(state, samples)
-        zeros = sum(int((gradient == 0).sum()) for gradient in gather_gradients(state).values())
+        zeros = sum(int((gradient == 0).sum()) for gradient in gradients_of(wrap, samples).values())
         metrics = wrap.train(samples)
-        weights = torch.cat([weight.flatten().double() for weight in gather_weights(state).values()])
-    return {"metrics": metrics, "norm": float(torch.linalg.vector_norm(weights)), "zeros": zeros}
+        weights = numpy.concatenate([weight.ravel().astype(numpy.float64) for weight in weights_of(wrap).values()])
+    return {"metrics": metrics, "norm": float(numpy.linalg.norm(weights)), "zeros": zeros}
 
 
 def everything(wrap: Any) -> str:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _started import started
+from _started import started, train_until
 from layout_runs import CONFIG, token_samples
 from torch import Tensor
 
@@ -136,7 +136,7 @@ def train(overrides: tuple[str, ...], steps: int) -> dict[str, Any]:
     with started(CONFIG, overrides) as wrap:
         size = wrap.global_batch_size
         samples = token_samples(size * steps, wrap.config.train.seq_length)
-        losses = [wrap.train(samples[step * size : (step + 1) * size])["loss"] for step in range(wrap.iteration, steps)]
+        losses = [step["loss"] for step in train_until(wrap, samples, steps)]
         if wrap.config.train.save is not None:
             wrap.save()
         modules = [module for chunk in wrap.state.chunks for module in chunk.modules()]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from _engine_runs import everything, started
+from _started import gradients_of
 
 
 def steps(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
@@ -30,9 +31,6 @@ def steps(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
 
 
 def _steps(wrap: Any, layers: Sequence[Any], samples: Sequence[Any]) -> dict[str, Any]:
-    from megatron_wrap.engine.step import gradients_of_batch
-    from megatron_wrap.testing.gradients import gather_gradients
-
     size = wrap.global_batch_size
     batches = [samples[start : start + size] for start in range(0, 5 * size, size)]
     metrics = [wrap.train(batches[0])]
@@ -47,11 +45,8 @@ def _steps(wrap: Any, layers: Sequence[Any], samples: Sequence[Any]) -> dict[str
     for half in halves:
         wrap.forward_backward(half, step_weights=weights)
     metrics += [wrap.optimizer_step(), wrap.train(batches[3])]
-    gradients_of_batch(wrap.state, batches[4])
-    gradients = {name: gradient.numpy() for name, gradient in gather_gradients(wrap.state).items()}
+    gradients = gradients_of(wrap, batches[4])
     without_weight = [{**sample, "loss_mask": [0] * len(sample["loss_mask"])} for sample in batches[4]]
-    gradients_of_batch(wrap.state, without_weight)
-    none = {name: gradient.numpy() for name, gradient in gather_gradients(wrap.state).items()}
     return {
         "are zero": are_zero,
         "layers": len(layers),
@@ -59,7 +54,7 @@ def _steps(wrap: Any, layers: Sequence[Any], samples: Sequence[Any]) -> dict[str
         "evaluation": evaluation,
         "state": everything(wrap),
         "gradients": gradients,
-        "without weight": none,
+        "without weight": gradients_of(wrap, without_weight),
     }
 
 

@@ -14,8 +14,20 @@ from megatron_wrap.ops import entropy, token_log_probs, vocabulary_max
 
 
 class _Base(MegatronWrapGPTModelSFTFlow):
+    """Most flows define no more than a `loss`, from log-probabilities of labels and their mask."""
+
     def log_probs(self, inputs: dict[str, Tensor], output: Tensor) -> Tensor:
         return token_log_probs(output, inputs["labels"])
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
+        return LossOutput(self.loss(self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]))
+
+
+class _OfSequences(_Base):
+    """A mean over sequences."""
+
+    def get_loss_weight(self, loss_inputs: Any) -> float:
+        return float(loss_inputs["loss_mask"].shape[0])
 
 
 # ---- correct ----
@@ -26,43 +38,19 @@ class Focal(_Base):
 
     supports_packing = True
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
-        return LossOutput(self.token_mean(-((1 - log_probs.exp()) ** 2) * log_probs, loss_inputs["loss_mask"]))
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        return self.token_mean(-((1 - log_probs.exp()) ** 2) * log_probs, mask)
 
 
-class TwoTerms(_Base):
-    """Two named terms with separate coefficients and weights."""
-
-    supports_packing = True
-
-    def get_loss_weight(self, loss_inputs: Any) -> dict[str, float]:
-        mask = loss_inputs["loss_mask"]
-        return {"tokens": float(mask.sum()), "confidence": float(mask.shape[0])}
-
-    def get_loss_coefficients(self) -> dict[str, float]:
-        return {"confidence": 0.01}
-
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
-        return LossOutput(
-            {"tokens": self.token_mean(-log_probs, mask), "confidence": self.token_mean(log_probs**2, mask)},
-            {"accuracy_like": (self.token_mean(log_probs.exp(), mask).detach(), mask.sum())},
-        )
-
-
-class WholeSequence(_Base):
+class WholeSequence(_OfSequences):
     """A non-linear function of whole sequences, which context parallelism splits and packing puts in one row."""
 
     supports_packing = True
 
-    def get_loss_weight(self, loss_inputs: Any) -> float:
-        return float(loss_inputs["loss_mask"].shape[0])
-
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         log_probs = self.log_probs(loss_inputs, model_forward_output)
         whole = self.sum_per_sequence(log_probs * loss_inputs["loss_mask"], loss_inputs)
-        return LossOutput(self.sequence_mean(-torch.nn.functional.logsigmoid(whole / 100.0)))
+        return LossOutput(self.sequence_mean(-functional.logsigmoid(whole / 100.0)))
 
 
 class TwoValuesComplete(_Base):
@@ -170,32 +158,15 @@ class Advantages(_Base):
         return LossOutput(-centered, {"drift": (centered, mask.sum())})
 
 
-RIGHT = [
-    Focal,
-    TwoTerms,
-    WholeSequence,
-    ToCome,
-    EntropyBonus,
-    MaxZ,
-    SampleWeights,
-    Advantages,
-    TwoValuesComplete,
-]
+RIGHT = [Focal, WholeSequence, ToCome, EntropyBonus, MaxZ, SampleWeights, Advantages, TwoValuesComplete]
 
 
 # ---- wrong ----
 
 
 class TimesContextSize(_Base):
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
-        return LossOutput(self.token_mean(-log_probs, loss_inputs["loss_mask"]) * self.context.cp_size)
-
-
-class OverContextSize(_Base):
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
-        return LossOutput(self.token_mean(-log_probs, loss_inputs["loss_mask"]) / self.context.cp_size)
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        return self.token_mean(-log_probs, mask) * self.context.cp_size
 
 
 class TimesDataSize(_Base):
@@ -222,23 +193,21 @@ class WrongAdjoint(_Base):
     def get_loss_weight(self, loss_inputs: Any) -> float:
         return float(loss_inputs["loss_mask"].shape[0])
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
-        mine = (log_probs * loss_inputs["loss_mask"]).sum(1)
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        mine = (log_probs * mask).sum(1)
         whole = mine + (self.sum_on_cp_group(mine) - mine).detach()
         # one term is per sequence, the other per token, so the gradients do not differ by one factor
-        loss = self.sequence_mean(-torch.nn.functional.logsigmoid(whole / 100.0))
-        return LossOutput(loss + 0.01 * self.token_mean(-log_probs, loss_inputs["loss_mask"]))
+        loss = self.sequence_mean(-functional.logsigmoid(whole / 100.0))
+        return loss + 0.01 * self.token_mean(-log_probs, mask)
 
 
 class MeanOfMeans(_Base):
     def get_loss_weight(self, loss_inputs: Any) -> float:
         return 1.0
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
         count = self.sum_on_cp_group(mask.sum()).clamp(min=1)
-        return LossOutput(self.token_mean(-log_probs, mask) / count)
+        return self.token_mean(-log_probs, mask) / count
 
 
 class SoftmaxOfAPart(_Base):
@@ -271,9 +240,8 @@ class SumWithWeightOne(_Base):
 class DividedTwice(_Base):
     """A mean over the tokens of each micro-batch; the framework divides by their number again."""
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
-        return LossOutput((-log_probs * mask).sum() / mask.sum().clamp(min=1))
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        return (-log_probs * mask).sum() / mask.sum().clamp(min=1)
 
 
 class NanOnAnEmptyPart(_Base):
@@ -282,9 +250,8 @@ class NanOnAnEmptyPart(_Base):
     def get_loss_weight(self, loss_inputs: Any) -> float:
         return 1.0
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
-        return LossOutput((-log_probs * mask).sum() / mask.sum())
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        return (-log_probs * mask).sum() / mask.sum()
 
 
 class UndeclaredField(_Base):
@@ -300,7 +267,7 @@ class UndeclaredField(_Base):
         log_probs = self.log_probs(loss_inputs, model_forward_output)
         weight = loss_inputs["token_weight"][:, : log_probs.shape[1]]
         if weight.shape[1] < log_probs.shape[1]:
-            weight = torch.nn.functional.pad(weight, (0, log_probs.shape[1] - weight.shape[1]))
+            weight = functional.pad(weight, (0, log_probs.shape[1] - weight.shape[1]))
         return LossOutput(self.token_mean(-log_probs * weight, loss_inputs["loss_mask"]))
 
 
@@ -309,64 +276,54 @@ class Undetermined(_Base):
 
     count = 0
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
         noise = torch.rand(log_probs.shape, generator=torch.Generator().manual_seed(torch.seed() % 2**31))
-        return LossOutput(self.token_mean(-log_probs * noise, loss_inputs["loss_mask"]))
+        return self.token_mean(-log_probs * noise, mask)
 
 
 class NotFinite(_Base):
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
-        return LossOutput(self.token_mean(log_probs / 0.0 * 0.0, loss_inputs["loss_mask"]))
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        return self.token_mean(log_probs / 0.0 * 0.0, mask)
 
 
-class PartOfTheSequence(_Base):
+class PartOfTheSequence(_OfSequences):
     """A non-linear function of each context-parallel rank's part of a sequence."""
 
-    def get_loss_weight(self, loss_inputs: Any) -> float:
-        return float(loss_inputs["loss_mask"].shape[0])
-
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
-        part = (log_probs * loss_inputs["loss_mask"]).sum(1)
-        return LossOutput(-torch.nn.functional.logsigmoid(part / 100.0).sum())
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        part = (log_probs * mask).sum(1)
+        return -functional.logsigmoid(part / 100.0).sum()
 
 
 class ReducedByHand(_Base):
     """Averages over data-parallel ranks in the loss; the framework does it again."""
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
         from megatron.core import parallel_state
 
         total = mask.sum().clone()
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        return LossOutput(self.token_mean(-log_probs, mask) * mask.sum() / total.clamp(min=1))
+        return self.token_mean(-log_probs, mask) * mask.sum() / total.clamp(min=1)
 
 
 class WrongShape(_Base):
     """Raises an error on every layout."""
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
-        return LossOutput((log_probs @ log_probs).sum())
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        return (log_probs @ log_probs).sum()
 
 
 class OverMicroBatchSize(_Base):
     """Divides by the number of samples; the framework also divides by the weight."""
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
-        return LossOutput(self.token_mean(-log_probs, mask) / mask.shape[0])
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        return self.token_mean(-log_probs, mask) / mask.shape[0]
 
 
 class NoGradient(_Base):
     """Detached from the model's output except for a term with factor 0."""
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
-        return LossOutput(self.token_mean(-log_probs.detach(), mask) + 0 * log_probs.sum())
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        return self.token_mean(-log_probs.detach(), mask) + 0 * log_probs.sum()
 
 
 class CountsPadding(_Base):
@@ -379,9 +336,8 @@ class CountsPadding(_Base):
 class RandomInTheLoss(_Base):
     """Drops tokens at random; two runs with one seed are equal, but two layouts are not."""
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
-        return LossOutput(self.token_mean(-log_probs, mask * (torch.rand(mask.shape) < 0.8)))
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        return self.token_mean(-log_probs, mask * (torch.rand(mask.shape) < 0.8))
 
 
 class RunningBaseline(_Base):
@@ -389,11 +345,10 @@ class RunningBaseline(_Base):
 
     baseline = 0.0
 
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs, mask = self.log_probs(loss_inputs, model_forward_output), loss_inputs["loss_mask"]
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
         share = self.token_mean(-log_probs * (1 + self.baseline), mask)
         self.baseline = 0.5 * self.baseline + 0.5 * float((log_probs.exp().detach() * mask).sum()) + 0.1
-        return LossOutput(share)
+        return share
 
 
 class _WithMetric(_Base):
@@ -467,33 +422,14 @@ class TotalOnEveryRank(_WithMetric):
         return Total(mask.shape[0])
 
 
-class SumsOfRows(_Base):
+class SumsOfRows(_OfSequences):
     """Declares that it supports packing, but sums over each row; correct on unpacked sequences."""
 
     supports_packing = True
 
-    def get_loss_weight(self, loss_inputs: Any) -> float:
-        return float(loss_inputs["loss_mask"].shape[0])
-
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
-        whole = self.sum_on_cp_group((log_probs * loss_inputs["loss_mask"]).sum(dim=1))
-        return LossOutput(self.sequence_mean(-torch.nn.functional.logsigmoid(whole / 100.0)))
-
-
-class OneValuePerRow(SumsOfRows):
-    """The same with a field of one value for each sequence, so that the shapes do not fit a packed row."""
-
-    supports_packing = True
-
-    def collate_data_micro_batch(self, iterator: Any) -> Any:
-        model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
-        return model_inputs, {**loss_inputs, "scale": 1.0 + loss_inputs["labels"].sum(1) % 3}
-
-    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
-        log_probs = self.log_probs(loss_inputs, model_forward_output)
-        whole = self.sum_on_cp_group((log_probs * loss_inputs["loss_mask"]).sum(dim=1))
-        return LossOutput(self.sequence_mean(-torch.stack([whole, loss_inputs["scale"]]).prod(dim=0)))
+    def loss(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        whole = self.sum_on_cp_group((log_probs * mask).sum(dim=1))
+        return self.sequence_mean(-functional.logsigmoid(whole / 100.0))
 
 
 class CountsRows(_WithMetric):
@@ -518,7 +454,6 @@ class GathersPackedRows(_Base):
 
 WRONG = {
     TimesContextSize: ("cp2", "context-parallel size"),
-    OverContextSize: ("cp2", "1 / the context-parallel size"),
     TimesDataSize: ("dp2", "the data-parallel size"),
     TimesTensorSize: ("tp2", "the tensor-parallel size"),
     WrongAdjoint: ("cp2", "adjoint"),
@@ -545,7 +480,6 @@ WRONG = {
     MetricRightOnTheFirst: ("tp2", "'shown' differs between tensor-parallel ranks"),
     BareShare: ("cp2", "'shown' is a bare number, but it is this rank's share"),
     SumsOfRows: ("packed", "self.sum_per_sequence"),
-    OneValuePerRow: ("packed", "self.sum_per_sequence"),
     CountsRows: ("packed", "metric 'shown': likely cause: a sum, mean or other operation over each row"),
     GathersPackedRows: ("packed", "calls gather_on_cp_group"),
     TotalOnEveryRank: ("cp2", "'shown' is complete and equal on every context-parallel rank"),

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
 from pathlib import Path
 from typing import Any
 
-from _bridge_runs import CONFIG, PARALLEL, VOCAB, transformers_model
+from _bridge_runs import VOCAB, samples_of_length, transformers_model
+from _layouts import layout
+from _started import from_folder, refusal_of
 
-TP2 = f"{PARALLEL}tensor_model_parallel_size=2"
-PP2 = f"{PARALLEL}pipeline_model_parallel_size=2"
-CP2 = f"{PARALLEL}context_parallel_size=2"
-EP2 = f"{PARALLEL}expert_model_parallel_size=2"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one": (1, ()),
-    "tp2-sp": (2, (TP2,)),
-    "tp2": (2, (TP2, f"{PARALLEL}sequence_parallel=false")),
-    "pp2": (2, (PP2,)),
-    "pp2-vpp2": (2, (PP2, f"{PARALLEL}num_layers_per_virtual_pipeline_stage=1")),
-    "dp2": (2, ()),
-    "tp2-pp2": (4, (TP2, PP2)),
-    "ep2": (2, (EP2,)),
-    "ep2-tp2": (4, (EP2, TP2, f"{PARALLEL}expert_tensor_parallel_size=1")),
-    "ep2-pp2": (4, (EP2, PP2)),
-    "cp2": (2, (CP2,)),
-    "cp2-tp2": (4, (CP2, TP2)),
-    "cp2-pp2": (4, (CP2, PP2)),
-    "ep2-cp2": (2, (EP2, CP2)),
-    "cp2-dp2": (4, (CP2,)),
+    "tp2-sp": layout("tp2"),
+    "tp2": layout("tp2-nosp"),
+    "ep2-tp2": layout("dp2-tp2-ep2-etp1"),
+    "ep2-pp2": layout("dp2-pp2-ep2"),
+    **{name: layout(name) for name in ("one", "pp2", "pp2-vpp2", "dp2", "tp2-pp2", "ep2", "cp2", "cp2-tp2", "cp2-pp2")},
+    **{name: layout(name) for name in ("ep2-cp2", "cp2-dp2", "dp2-overlap")},
 }
 DENSE = ("one", "tp2-sp", "pp2", "dp2", "tp2-pp2")
 SPARSE = ("one", "tp2-sp", "ep2", "ep2-tp2", "ep2-pp2", "ep2-cp2")
@@ -46,21 +34,6 @@ CASES = [
     ("seed-oss", "one"),
 ]
 NEW_TOKENS = 12
-
-
-@contextmanager
-def started(folder: str, overrides: tuple[str, ...], outputs: str, training: bool = False) -> Iterator[Any]:
-    """A run that starts from a Hugging Face folder, set up on the layout of `overrides`."""
-    from megatron_wrap.core import MegatronWrap
-
-    settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}"]
-    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
-        wrap.initialize()
-        if training:
-            wrap.setup_model_and_optimizer()
-        else:
-            wrap.setup_model()
-        yield wrap
 
 
 def prompts(count: int = 5) -> list[list[int]]:
@@ -106,7 +79,7 @@ def expected_log_probs(folder: Path, completions: list[list[int]]) -> list[list[
 
 def generate(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> Any:
     """The results of `wrap.generate` for each of the argument dictionaries in `calls`."""
-    with started(folder, overrides, outputs) as wrap:
+    with from_folder(folder, overrides, outputs, training=False) as wrap:
         return [wrap.generate(**call) for call in calls]
 
 
@@ -129,25 +102,16 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def refusals(folder: str, overrides: tuple[str, ...], outputs: str, calls: list[dict[str, Any]]) -> list[str]:
-    """The error of each call of `wrap.generate`; empty if it succeeds."""
-    from megatron_wrap.errors import MegatronWrapError
-
-    actual = []
-    with started(folder, overrides, outputs) as wrap:
-        for call in calls:
-            try:
-                wrap.generate(**call)
-                actual.append("")
-            except MegatronWrapError as error:
-                actual.append(f"{type(error).__name__}: {error}")
-    return actual
+    """The error of each call of `wrap.generate`."""
+    with from_folder(folder, overrides, outputs, training=False) as wrap:
+        return [refusal_of(functools.partial(wrap.generate, **call)) for call in calls]
 
 
 def from_rank_0(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     """Completions of prompts that only global rank 0 passes."""
     import torch
 
-    with started(folder, overrides, outputs) as wrap:
+    with from_folder(folder, overrides, outputs, training=False) as wrap:
         return wrap.generate(prompts() if torch.distributed.get_rank() == 0 else None, max_new_tokens=12)
 
 
@@ -171,7 +135,7 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
 
     length, prefilled = 24, 7
     tokens = torch.tensor([(prompt * length)[:length] for prompt in ([3, 141, 59], [26, 5, 35])])
-    with started(folder, overrides, outputs) as wrap:
+    with from_folder(folder, overrides, outputs, training=False) as wrap:
         alone = [row[slots:].tolist() for row, slots in zip(tokens, padding, strict=True)]
         whole = [torch.cat([row[:1].expand(length - len(row), -1), row]) for row in sequence_logits(wrap.state, alone)]
         expected = torch.stack(whole)
@@ -190,12 +154,9 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
 
 def train_with_generation(folder: str, overrides: tuple[str, ...], outputs: str, generates: bool) -> list[float]:
     """Losses of three steps, with or without calls of `wrap.generate` before and between them."""
-    from _bridge_runs import token_ids
-
-    samples = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in token_ids(12, 40)]
     losses = []
-    with started(folder, overrides, outputs, training=True) as wrap:
-        for batch in wrap.batches(samples):
+    with from_folder(folder, overrides, outputs) as wrap:
+        for batch in wrap.batches(samples_of_length(12)):
             if generates:
                 wrap.generate(prompts(), max_new_tokens=4, temperature=1.0)
             losses.append(wrap.train(batch)["loss"])
@@ -212,7 +173,7 @@ def samples_at_evaluation(folder: str, overrides: tuple[str, ...], outputs: str,
 
     shown = f"megatron_lm.train.common.sample_prompts={json.dumps(prompts)}"
     lines: list[str] = []
-    with started(folder, (*overrides, shown), outputs, training=True) as wrap:
+    with from_folder(folder, (*overrides, shown), outputs) as wrap:
         sink = logger.add(lambda message: lines.append(str(message)), level="INFO")
         wrap.evaluate({"held_out": [{"text": "a few words"}]})
         logger.remove(sink)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from _dpo_runs import CONFIG, DPO, TRAIN
+from _dpo_runs import CONFIG, DPO, TRAIN, steps
 from _started import started
+from _trl_runs import in_order, number_tokenizer, plain_arguments
 
 from megatron_wrap.config import RunConfig
 
@@ -62,19 +63,7 @@ def with_log_probs(samples: Sequence[dict[str, Any]], model: Any, noise: dict[st
 
 def train(overrides: Sequence[str], samples: Sequence[Any], until: int = STEPS) -> list[dict[str, float]]:
     """Train to iteration `until`; returns the metrics of each step."""
-    taken = []
-    with started(CONFIG, [*GRPO, *overrides]) as wrap:
-        while wrap.iteration < until:
-            taken.append(dict(wrap.train(samples[wrap.iteration * BATCH : (wrap.iteration + 1) * BATCH])))
-    return taken
-
-
-def initial_weights(overrides: Sequence[str]) -> dict[str, Any]:
-    """Unsharded weights before the first step."""
-    from megatron_wrap.testing.gradients import gather_weights
-
-    with started(CONFIG, [*GRPO, *overrides]) as wrap:
-        return {name: weight.numpy() for name, weight in gather_weights(wrap.state).items()}
+    return steps([*GRPO, *overrides], samples, until)
 
 
 def several_updates(overrides: Sequence[str], samples: Sequence[Any]) -> list[dict[str, float]]:
@@ -105,58 +94,32 @@ def steps_of_trl(
     from trl import GRPOConfig
     from trl.trainer.utils import add_fused_lm_head
 
-    corrected = "vllm_importance_sampling_mode" in options
     arguments = GRPOConfig(
-        output_dir=str(folder),
         per_device_train_batch_size=BATCH,
         num_generations=GROUP,
         max_steps=len(samples) // BATCH,
-        learning_rate=config.learning_rate.lr,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=config.optimizer.clip_grad,
         shuffle_dataset=False,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
+        **plain_arguments(config, folder),
         **options,
     )
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
     trainer = _trainer(samples, model, arguments, config.arch.vocab_size or 0)
     if reference is not None:  # as the trainer's own, which an argument would load from the hub
         add_fused_lm_head(reference, temperature=trainer.temperature)
         trainer.beta, trainer.ref_model = beta, reference
-    if corrected:
+    if "vllm_importance_sampling_mode" in options:
         trainer.use_vllm, trainer._last_loaded_step = True, 0
-        trainer.vllm_generation = _NoWeights()
+        trainer.vllm_generation = mock.Mock()  # the engine that trl sends weights to
     trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "entropy" in entry]
-    return [{**entry, "loss": loss} for entry, loss in zip(steps, trainer.losses, strict=True)]
-
-
-class _NoWeights:
-    """Stands for the engine that trl sends weights to."""
-
-    def sync_weights(self) -> None:
-        pass
+    entries = [entry for entry in trainer.state.log_history if "entropy" in entry]
+    return [{**entry, "loss": loss} for entry, loss in zip(entries, trainer.losses, strict=True)]
 
 
 def _trainer(samples: Sequence[dict[str, Any]], model: Any, arguments: Any, vocab_size: int) -> Any:
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from torch.utils.data import SequentialSampler
-    from transformers import PreTrainedTokenizerFast
     from trl import GRPOTrainer
 
-    class OfRollouts(GRPOTrainer):  # type: ignore[misc]
+    class OfRollouts(in_order(GRPOTrainer)):  # type: ignore[misc]
         losses: list[float] = []
-
-        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             output = super()._generate_and_score_completions(inputs)
@@ -177,26 +140,11 @@ def _trainer(samples: Sequence[dict[str, Any]], model: Any, arguments: Any, voca
         known |= {"logprobs": "rollout_log_probs"} if "rollout_log_probs" in of_group[0] else {}
         return {"logprobs": None} | {name: [sample[key] for sample in of_group] for name, key in known.items()}
 
-    words = {str(number): number for number in range(vocab_size)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="0", eos_token=str(EOS)
-    )
     return OfRollouts(
         model=model,
         reward_funcs=lambda prompts, **_: [samples[int(prompt)]["reward"] for prompt in prompts],
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(len(samples))]),
-        processing_class=tokenizer,
+        processing_class=number_tokenizer(vocab_size),
         rollout_func=rollouts_of,
     )
-
-
-def refusal(overrides: Sequence[str], samples: Sequence[Any]) -> str:
-    """The message of the error that the first step raises."""
-    from megatron_wrap.errors import MegatronWrapError
-
-    try:
-        train(overrides, samples, 1)
-    except MegatronWrapError as error:
-        return str(error)
-    return "no error"

@@ -9,6 +9,7 @@ from unittest import mock
 
 import _bridge_runs as runs
 import numpy
+from _started import from_folder, train_until
 
 BATCH, RATE, WARMUP, DECAY, CLIP = 4, 2e-3, 3, 0.1, 1.0
 
@@ -104,18 +105,9 @@ def train_ours(
 ) -> Any:
     """(loss, gradient norm) of each step, the final evaluation loss, and greedy completions of `prompts` before
     training; writes `outputs`/model."""
-    from megatron_wrap.core import MegatronWrap
-
-    all_settings = (*settings(steps), *overrides, f"megatron_wrap.logger.output_dir={outputs}")
-    batches = samples(steps * BATCH, seed=31)
-    with MegatronWrap.from_pretrained(folder, runs.CONFIG, all_settings) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with from_folder(folder, (*settings(steps), *overrides), outputs) as wrap:
         greedy = [completion["token_ids"] for completion in wrap.generate(list(prompts), max_new_tokens=12)]
-        actual = []
-        for step in range(steps):
-            metrics = wrap.train(batches[step * BATCH : (step + 1) * BATCH])
-            actual.append((metrics["loss"], metrics["grad_norm"]))
+        taken = train_until(wrap, samples(steps * BATCH, seed=31), steps)
         evaluation = wrap.evaluate({"set": samples(6, seed=32)})["eval/set/loss"]
         wrap.save_pretrained(f"{outputs}/model")
-    return actual, evaluation, greedy
+    return [(step["loss"], step["grad_norm"]) for step in taken], evaluation, greedy

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import yaml
 from _documented_router import documented_kernels
-from _started import started
+from _started import gradients_of, started
 
 CONFIG = Path(__file__).parent / "models.yaml"
 VOCAB = 301
+ARCHITECTURES = yaml.safe_load((Path(__file__).parent / "architectures.yml").read_text(encoding="utf-8"))
+"""Kind -> name -> overrides of the architecture."""
 ROUTER_LOSSES = {"load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"}
 
 
@@ -36,7 +39,7 @@ def train_with_documented_kernels(*arguments: Any) -> dict[str, Any]:
     return result
 
 
-def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, steps: int = 3) -> dict[str, Any]:
+def train(overrides: tuple[str, ...], lone_token: bool = False, steps: int = 3) -> dict[str, Any]:
     """Train from initial weights on the layout of `overrides`.
 
     Args:
@@ -52,7 +55,7 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
     from megatron_wrap.model.initial_weights import global_names
     from megatron_wrap.testing.gradients import gather_weights
 
-    with started(CONFIG, (*overrides, f"megatron_wrap.logger.output_dir={folder}")) as wrap:
+    with started(CONFIG, overrides) as wrap:
         state = wrap.state
         initial = {name: _digest(weight) for name, weight in gather_weights(state).items()}
         size = wrap.global_batch_size
@@ -61,7 +64,8 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
         if lone_token:
             for index, sample in enumerate(batches[size : 2 * size]):
                 sample["loss_mask"] = [int(index == 1 and token == 9) for token in range(len(sample["loss_mask"]))]
-        gradients = {} if state.transformer_config.fp16 or state.transformer_config.bf16 else _gradients(wrap, batches)
+        half = state.transformer_config.fp16 or state.transformer_config.bf16
+        gradients = {} if half else gradients_of(wrap, batches[:size])
         metrics, changed = [], []
         for step in range(steps):
             before = _weights(wrap) if lone_token else []
@@ -89,16 +93,6 @@ def train(overrides: tuple[str, ...], folder: str, lone_token: bool = False, ste
         "embeddings": embeddings,
         "gradients": gradients if state.parallel.world.rank == 0 else {},
     }
-
-
-def _gradients(wrap: Any, batches: list[Any]) -> dict[str, Any]:
-    """Global name -> unsharded gradient of the first batch as numpy array; weights are unchanged."""
-    from megatron_wrap.engine.step import gradients_of_batch
-    from megatron_wrap.testing.gradients import gather_gradients
-
-    state = wrap.state
-    gradients_of_batch(state, batches[: wrap.global_batch_size])
-    return {name: gradient.numpy() for name, gradient in gather_gradients(state).items()}
 
 
 def _weights(wrap: Any) -> list[str]:

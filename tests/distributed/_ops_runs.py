@@ -3,7 +3,8 @@ on the full vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,6 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 VOCABULARIES = {"divides": (96, 4), "does not divide": (301, 4), "whole shards of padding": (6, 32)}
 """(vocabulary size, multiple that it is padded to)"""
 K = 5
-
-Operation = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""(student logits, teacher logits, ids [B, S, K], group or None for the reference) -> a differentiable result"""
 
 
 def kl(log_target: Tensor, log_input: Tensor) -> Tensor:
@@ -49,92 +47,71 @@ def reference_top_k_divergence(student: Tensor, values: Tensor, ids: Tensor, kin
     return (F.kl_div(log_m, p, reduction="none") + F.kl_div(log_m, q, reduction="none")).sum(-1) / 2
 
 
-def smoothed_loss(student: Tensor, teacher: Tensor, ids: Tensor, group: Any) -> Tensor:
-    terms = ops.token_terms(student, ids[..., 0], group)
-    return -0.9 * terms.log_probs - 0.1 * terms.mean_log_probs + 1e-2 * terms.logsumexp**2
+KINDS = [(kind, temperature) for kind in ("forward", "reverse", "jensen_shannon") for temperature in (1.0, 0.3, 2.0)]
 
 
-def smoothed_loss_of_torch(student: Tensor, teacher: Tensor, ids: Tensor, group: Any) -> Tensor:
-    losses = F.cross_entropy(student.flatten(0, 1), ids[..., 0].flatten(), label_smoothing=0.1, reduction="none")
-    return losses.view(student.shape[:-1]) + 1e-2 * student.logsumexp(-1) ** 2
+def ours(student: Tensor, teacher: Tensor, ids: Tensor, group: Any) -> dict[str, Callable[[], Tensor]]:
+    """Name of each operation -> its result on this rank's columns, which is differentiable."""
+    first = ids[..., 0]
+
+    def smoothed() -> Tensor:
+        terms = ops.token_terms(student, first, group)
+        return -0.9 * terms.log_probs - 0.1 * terms.mean_log_probs + 1e-2 * terms.logsumexp**2
+
+    def divergence(known: Any, kind: str, temperature: float) -> Tensor:
+        known = ops.top_k(teacher.detach(), K, group) if known == "top-k" else teacher
+        return ops.kl_divergence(student, known, kind, temperature, group)
+
+    return {
+        "token_log_probs": lambda: ops.token_log_probs(student, first, group),
+        "log_probs_and_entropy": lambda: torch.stack(ops.log_probs_and_entropy(student, first, group)),
+        "gather_log_probs": lambda: ops.gather_log_probs(student, ids, group),
+        "entropy": lambda: ops.entropy(student, group),
+        "vocabulary_max": lambda: ops.vocabulary_max(student, group),
+        "top_k": lambda: ops.top_k(student, K, group).values,
+        "logsumexp": lambda: ops.logsumexp(student, group),
+        "mean_log_probs": lambda: ops.mean_log_probs(student, group),
+        "gather_logits": lambda: ops.gather_logits(student, ids, group),
+        "top_k_log_probs": lambda: ops.top_k_log_probs(student, K, group).values,
+        "label smoothing and z-loss": smoothed,
+        **{f"{kind} T={t}": functools.partial(divergence, "all", kind, t) for kind, t in KINDS},
+        **{f"{kind} of top-k T={t}": functools.partial(divergence, "top-k", kind, t) for kind, t in KINDS},
+    }
 
 
-def pairs() -> Iterator[tuple[str, Operation, Operation]]:
-    """(name, ours on this rank's columns, torch's on the full vocabulary) of each operation."""
-    yield (
-        "token_log_probs",
-        lambda student, teacher, ids, group: ops.token_log_probs(student, ids[..., 0], group),
-        lambda student, teacher, ids, group: student.log_softmax(-1).gather(-1, ids[..., :1]).squeeze(-1),
-    )
-    yield (
-        "log_probs_and_entropy",
-        lambda student, teacher, ids, group: torch.stack(ops.log_probs_and_entropy(student, ids[..., 0], group)),
-        lambda student, teacher, ids, group: torch.stack(
-            (
-                student.log_softmax(-1).gather(-1, ids[..., :1]).squeeze(-1),
-                torch.distributions.Categorical(logits=student.detach()).entropy(),
-            )
-        ),
-    )
-    yield (
-        "gather_log_probs",
-        lambda student, teacher, ids, group: ops.gather_log_probs(student, ids, group),
-        lambda student, teacher, ids, group: student.log_softmax(-1).gather(-1, ids),
-    )
-    yield (
-        "entropy",
-        lambda student, teacher, ids, group: ops.entropy(student, group),
-        lambda student, teacher, ids, group: torch.distributions.Categorical(logits=student).entropy(),
-    )
-    yield (
-        "vocabulary_max",
-        lambda student, teacher, ids, group: ops.vocabulary_max(student, group),
-        lambda student, teacher, ids, group: student.max(dim=-1).values,
-    )
-    yield (
-        "top_k",
-        lambda student, teacher, ids, group: ops.top_k(student, K, group).values,
-        lambda student, teacher, ids, group: student.topk(K).values,
-    )
-    yield (
-        "logsumexp",
-        lambda student, teacher, ids, group: ops.logsumexp(student, group),
-        lambda student, teacher, ids, group: student.logsumexp(-1),
-    )
-    yield (
-        "mean_log_probs",
-        lambda student, teacher, ids, group: ops.mean_log_probs(student, group),
-        lambda student, teacher, ids, group: student.log_softmax(-1).mean(-1),
-    )
-    yield (
-        "gather_logits",
-        lambda student, teacher, ids, group: ops.gather_logits(student, ids, group),
-        lambda student, teacher, ids, group: student.gather(-1, ids),
-    )
-    yield (
-        "top_k_log_probs",
-        lambda student, teacher, ids, group: ops.top_k_log_probs(student, K, group).values,
-        lambda student, teacher, ids, group: student.log_softmax(-1).topk(K).values,
-    )
-    yield "label smoothing and z-loss", smoothed_loss, smoothed_loss_of_torch
-    for kind in ("forward", "reverse", "jensen_shannon"):
-        for temperature in (1.0, 0.3, 2.0):
+def of_torch(student: Tensor, teacher: Tensor, ids: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """The same on the full vocabulary by torch."""
+    first, known = ids[..., 0], teacher.detach().topk(K)
+    log_probs = student.log_softmax(-1)
 
-            def ours(student, teacher, ids, group, kind=kind, temperature=temperature):
-                return ops.kl_divergence(student, teacher, kind, temperature, group)
+    def entropy(logits: Tensor) -> Tensor:
+        return torch.distributions.Categorical(logits=logits).entropy()
 
-            def whole(student, teacher, ids, group, kind=kind, temperature=temperature):
-                return reference_divergence(student, teacher, kind, temperature)
+    def smoothed() -> Tensor:
+        losses = F.cross_entropy(student.flatten(0, 1), first.flatten(), label_smoothing=0.1, reduction="none")
+        return losses.view(student.shape[:-1]) + 1e-2 * student.logsumexp(-1) ** 2
 
-            def of_top_k(student, teacher, ids, group, kind=kind, temperature=temperature):
-                known = ops.top_k(teacher.detach(), K, group)
-                return ops.kl_divergence(student, known, kind, temperature, group)
+    def of_first() -> Tensor:
+        return log_probs.gather(-1, first[..., None]).squeeze(-1)
 
-            def whole_of_top_k(student, teacher, ids, group, kind=kind, temperature=temperature):
-                return reference_top_k_divergence(student, *teacher.detach().topk(K), kind, temperature)
-
-            yield f"{kind} T={temperature}", ours, whole
-            yield f"{kind} of top-k T={temperature}", of_top_k, whole_of_top_k
+    return {
+        "token_log_probs": of_first,
+        "log_probs_and_entropy": lambda: torch.stack((of_first(), entropy(student.detach()))),
+        "gather_log_probs": lambda: log_probs.gather(-1, ids),
+        "entropy": lambda: entropy(student),
+        "vocabulary_max": lambda: student.max(dim=-1).values,
+        "top_k": lambda: student.topk(K).values,
+        "logsumexp": lambda: student.logsumexp(-1),
+        "mean_log_probs": lambda: log_probs.mean(-1),
+        "gather_logits": lambda: student.gather(-1, ids),
+        "top_k_log_probs": lambda: log_probs.topk(K).values,
+        "label smoothing and z-loss": smoothed,
+        **{f"{kind} T={t}": functools.partial(reference_divergence, student, teacher, kind, t) for kind, t in KINDS},
+        **{
+            f"{kind} of top-k T={t}": functools.partial(reference_top_k_divergence, student, *known, kind, t)
+            for kind, t in KINDS
+        },
+    }
 
 
 def distinct_logits(tokens: tuple[int, ...], vocabulary: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -162,13 +139,13 @@ def compare(vocabulary: int, multiple: int, dtype: torch.dtype) -> list[str]:
     ids[0, : len(edges), 0] = torch.tensor(edges[: tokens[1]])
     ids[1, : len(edges), 1] = torch.tensor(edges[-tokens[1] :])
     done = []
-    for name, ours, reference in pairs():
+    for name in ours(*wholes, ids, group):
         parts = [
             F.pad(whole, (0, padded - vocabulary), value=torch.finfo(dtype).min / 2)[..., mine].clone().requires_grad_()
             for whole in wholes
         ]
         wide = [whole.double().clone().requires_grad_() for whole in wholes]
-        measured, expected = ours(*parts, ids, group), reference(*wide, ids, None)
+        measured, expected = ours(*parts, ids, group)[name](), of_torch(*wide, ids)[name]()
         weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
         (measured.double() * weights).sum().backward()
         (expected * weights).sum().backward()

@@ -8,6 +8,7 @@ from typing import Any
 
 import _bridge_runs as runs
 from _hf_training_runs import BATCH, samples, settings
+from _started import from_folder, train_until
 
 STEPS, FACTOR = 5, 0.3
 DEPTHS = {"deepseek-v3": 1, "glm4-moe": 2, "glm4-moe-plain": 1, "qwen3-next": 1, "qwen3.5": 1, "qwen3.5-moe": 1}
@@ -135,47 +136,32 @@ def train_transformers(folder: Path) -> tuple[list[tuple[float, float]], list[li
     return steps, of_layers
 
 
+def _of_steps(wrap: Any, save_at: tuple[int, ...] = ()) -> list[tuple[float, float, list[float]]]:
+    """(objective, gradient norm, mean losses of the layers for multi-token prediction) of each step taken here."""
+    taken = train_until(wrap, samples(STEPS * BATCH, seed=31), STEPS, save_at)
+    return [
+        (step["loss"], step["grad_norm"], [value for name, value in step.items() if name.startswith("mtp_")])
+        for step in taken
+    ]
+
+
 def train_ours(
     folder: str, overrides: tuple[str, ...], outputs: str, exported: tuple[str, ...] = ()
 ) -> tuple[list[tuple[float, float]], list[list[float]]]:
     """The same by ranks. Writes the model before the first step to `outputs`/before, if `exported` has before, and that
     after the last step to `outputs`/after."""
-    from megatron_wrap.core import MegatronWrap
-
-    all_settings = (*settings(STEPS), *overrides, f"megatron_wrap.logger.output_dir={outputs}")
-    batches = samples(STEPS * BATCH, seed=31)
-    steps, of_layers = [], []
-    with MegatronWrap.from_pretrained(folder, runs.CONFIG, all_settings) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with from_folder(folder, (*settings(STEPS), *overrides), outputs) as wrap:
         if "before" in exported:
             wrap.save_pretrained(f"{outputs}/before")
-        for step in range(STEPS):
-            metrics = wrap.train(batches[step * BATCH : (step + 1) * BATCH])
-            steps.append((metrics["loss"], metrics["grad_norm"]))
-            of_layers.append([value for name, value in metrics.items() if name.startswith("mtp_")])
+        steps = _of_steps(wrap)
         if "after" in exported:
             wrap.save_pretrained(f"{outputs}/after")
-    return steps, of_layers
+    return [step[:2] for step in steps], [step[2] for step in steps]
 
 
 def train_saving(folder: str, overrides: tuple[str, ...], outputs: str, save_after: int | None) -> list[Any]:
     """(loss, gradient norm, losses of the layers for multi-token prediction) of each step: all of them with one
     checkpoint in `outputs`/saved after `save_after`, or those after it."""
-    from megatron_wrap.core import MegatronWrap
-
-    saved = f"{outputs}/saved"
-    key = "save" if save_after is not None else "load"
-    further = (f"megatron_lm.train.common.{key}={saved}", f"megatron_wrap.logger.output_dir={outputs}")
-    batches = samples(STEPS * BATCH, seed=31)
-    steps = []
-    with MegatronWrap.from_pretrained(folder, runs.CONFIG, (*settings(STEPS), *overrides, *further)) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        for step in range(wrap.iteration, STEPS):
-            metrics = wrap.train(batches[step * BATCH : (step + 1) * BATCH])
-            ahead = [value for name, value in metrics.items() if name.startswith("mtp_")]
-            steps.append((metrics["loss"], metrics["grad_norm"], *ahead))
-            if step + 1 == save_after:
-                wrap.save()
-    return steps
+    key = f"megatron_lm.train.common.{'save' if save_after is not None else 'load'}={outputs}/saved"
+    with from_folder(folder, (*settings(STEPS), *overrides, key), outputs) as wrap:
+        return [(*values, *ahead) for *values, ahead in _of_steps(wrap, (save_after,))]

@@ -8,26 +8,20 @@ import math
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
-from _bridge_runs import CONFIG, token_ids
+from _bridge_runs import token_ids
+from _started import from_folder
 from torch import Tensor
 
 
-@contextmanager
-def started(folder: str, overrides: Sequence[str], outputs: str) -> Iterator[Any]:
+def started(folder: str, overrides: Sequence[str], outputs: str) -> AbstractContextManager[Any]:
     """A run that trains the model of a folder."""
-    from megatron_wrap.core import MegatronWrap
-
-    settings = [*overrides, f"megatron_wrap.logger.output_dir={outputs}", "megatron_lm.train.learning-rate.lr=0.1"]
-    with MegatronWrap.from_pretrained(folder, CONFIG, settings) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        yield wrap
+    return from_folder(folder, [*overrides, "megatron_lm.train.learning-rate.lr=0.1"], outputs)
 
 
 def batch() -> list[dict[str, list[int]]]:

@@ -62,6 +62,51 @@ def as_text(pairs: Sequence[dict[str, list[int]]]) -> list[dict[str, str]]:
     return [{key: " ".join(map(str, pair[f"{key}_ids"])) for key in ("prompt", "chosen", "rejected")} for pair in pairs]
 
 
+def in_order(trainer: type) -> type:
+    """A trl trainer that takes the samples in their order."""
+    from torch.utils.data import SequentialSampler
+
+    class InOrder(trainer):
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    return InOrder
+
+
+def word_tokenizer(words: Mapping[str, int], **special: str) -> Any:
+    """A tokenizer of words between spaces; the first word stands for unknown ones."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(dict(words), unk_token=next(iter(words))))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def number_tokenizer(count: int) -> Any:
+    """A tokenizer of the numbers below `count`; 1 ends a text."""
+    return word_tokenizer({str(number): number for number in range(count)}, pad_token="0", eos_token="1")
+
+
+def plain_arguments(config: RunConfig, folder: str | Path) -> dict[str, Any]:
+    """Arguments of each trl trainer: the run's optimizer, fp32 on the CPU, metrics of each step."""
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    return {
+        "output_dir": str(folder),
+        "learning_rate": config.learning_rate.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": config.optimizer.clip_grad,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+    }
+
+
 def steps_of_trl(
     trainer: type,
     settings: type,
@@ -84,37 +129,22 @@ def steps_of_trl(
         options: further arguments of `settings`.
     """
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from torch.utils.data import SequentialSampler
-    from transformers import PreTrainedTokenizerFast
 
-    class InOrder(trainer):  # type: ignore[misc]
-        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
-
-    words = {str(number): number for number in range(config.arch.vocab_size or 0)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="0", eos_token="1"
-    )
-    common = {
+    arguments = {
         "per_device_train_batch_size": BATCH // micro_batches,
         "gradient_accumulation_steps": micro_batches,
         "max_steps": len(samples) // BATCH,
-        "learning_rate": config.learning_rate.lr,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": config.optimizer.clip_grad,
+        "remove_unused_columns": False,
+        "max_length": None,
+        **plain_arguments(config, folder),
+        **options,
     }
-    quiet = {"logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    plain = {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "remove_unused_columns": False}
-    arguments = settings(output_dir=str(folder), **{"max_length": None, **common, **quiet, **plain, **options})
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    made = InOrder(
+    made = in_order(trainer)(
         model=model,
         **({} if reference is None else {"ref_model": reference}),
-        args=arguments,
+        args=settings(**arguments),
         train_dataset=Dataset.from_list(list(samples)),
-        processing_class=tokenizer,
+        processing_class=number_tokenizer(config.arch.vocab_size or 0),
     )
     made.train()
     steps = [entry for entry in made.state.log_history if "loss" in entry]

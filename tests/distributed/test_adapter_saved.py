@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import _pair_runs as pair_runs
+import _dpo_runs as pair_runs
 import _saved_runs as runs
 import numpy
 import pytest
@@ -61,7 +61,7 @@ def in_files(peft: Any) -> dict[str, Any]:
 def value_model(ranks, tmp_path_factory) -> Path:
     """The folder of a value model with initial weights."""
     folder = tmp_path_factory.mktemp("value") / "hf"
-    ranks(1).run(pair_runs.export, REWARD, str(folder))
+    ranks(1).run(pair_runs.export, str(folder), REWARD)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ import pytest
 from _checkpoint_runs import BF16, DISTRIBUTED, OVERLAP, TP2, TRAIN
 from _covering import quick
 from _interpreters import forked_interpreters
+from _started import refusal_of, train_until
 
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 
@@ -28,9 +30,8 @@ LAYOUTS = {
 }
 
 
-def _batch(wrap: Any) -> list[Any]:
-    start = wrap.iteration * runs.BATCH
-    return runs.samples()[start : start + runs.BATCH]
+def _step(wrap: Any) -> None:
+    train_until(wrap, runs.samples(), wrap.iteration + 1)
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def _saved_at_each_step(folder: Path, overrides: tuple[str, ...]) -> tuple[list[
     live, loaded = [], []
     with _started(folder, (*ASYNC, f"{TRAIN}.save_interval=1", *overrides)) as wrap:
         while wrap.iteration < SAVES:
-            wrap.train(_batch(wrap))
+            _step(wrap)
             live.append(runs.state_digest(wrap))
     with runs.started(folder, overrides) as wrap:
         for iteration in range(1, SAVES + 1):
@@ -68,7 +69,7 @@ def test_each_save_contains_the_state_of_its_own_step(layout, ranks, tmp_path):
 
 def _files(folder: Path, overrides: tuple[str, ...]) -> None:
     with _started(folder, overrides) as wrap:
-        wrap.train(_batch(wrap))
+        _step(wrap)
         wrap.save()
 
 
@@ -94,15 +95,15 @@ def _stopped_writer(folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     with runs.started(folder, (*ASYNC, "megatron_wrap.checkpoint.keep=1")) as wrap:
         for _ in range(2):
-            wrap.train(_batch(wrap))
+            _step(wrap)
             path = wrap.save()
         wrap.load()  # waits
         facts["first"] = store.iterations()
-        wrap.train(_batch(wrap))
+        _step(wrap)
         os.kill(_writer(wrap), signal.SIGSTOP)
         facts["path"] = (wrap.save() == path.with_name("iter_0000003"), wrap.save() == path.with_name("iter_0000003"))
         for _ in range(2):
-            wrap.train(_batch(wrap))
+            _step(wrap)
         facts["while writing"] = store.iterations(), store.latest()
         wake = threading.Timer(1.0, os.kill, (_writer(wrap), signal.SIGCONT))
         began = time.monotonic()  # before the timer, which may fire while this process waits for a core
@@ -128,14 +129,12 @@ def test_the_run_trains_on_while_a_save_is_written_and_a_second_one_waits(ranks,
 def _failed(folder: Path, failing_rank: int, kind: str, at_save: bool) -> tuple[str, int, list[int], list[int]]:
     """The error of a save whose writer fails on one rank, the iteration that raised it, and the checkpoints then and
     after another save."""
-    from megatron_wrap.errors import CheckpointError
-
-    store, message = CheckpointStore(folder), "no error"
+    store = CheckpointStore(folder)
     with _started(folder, (*ASYNC, *DISTRIBUTED)) as wrap:
-        wrap.train(_batch(wrap))
+        _step(wrap)
         wrap.save()
         wrap.load()
-        wrap.train(_batch(wrap))
+        _step(wrap)
         fails = wrap.dp_rank == failing_rank
         if fails and kind == "full disk":
             unlimited = resource.prlimit(_writer(wrap), resource.RLIMIT_FSIZE)
@@ -146,19 +145,19 @@ def _failed(folder: Path, failing_rank: int, kind: str, at_save: bool) -> tuple[
         if fails and kind == "killed":
             os.kill(_writer(wrap), signal.SIGKILL)
         time.sleep(0 if at_save else 2)  # a save waits for the failure; a step only notices it
-        try:
+
+        def further() -> None:
             for _ in range(3):
+                if not at_save or wrap.iteration < 3:
+                    _step(wrap)
                 if at_save:
-                    wrap.train(_batch(wrap)) if wrap.iteration < 3 else None
                     wrap.save()
-                else:
-                    wrap.train(_batch(wrap))
-        except CheckpointError as error:
-            message = str(error)
+
+        message = refusal_of(further)
         failed_at, left = wrap.iteration, store.iterations()
         if fails and kind == "full disk":
             resource.prlimit(_writer(wrap), resource.RLIMIT_FSIZE, unlimited)
-        wrap.train(_batch(wrap))
+        _step(wrap)
         wrap.save()
     return message, failed_at, left, store.iterations()
 
@@ -186,26 +185,24 @@ def test_a_writer_that_fails_is_one_error_on_all_ranks(failing_rank, kind, at_sa
 
 def _tolerated(folder: Path, overrides: tuple[str, ...]) -> tuple[str, list[int]]:
     """The error of a run on whose second rank the saves 2, 4, 5 and 6 of 6 fail, and its checkpoints."""
-    from megatron_wrap.errors import CheckpointError
-
     settings = (f"{TRAIN}.save_interval=1", "megatron_wrap.checkpoint.on_save_error=continue", *DISTRIBUTED)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
+
+    def run() -> None:
         with _started(folder, (*settings, *overrides)) as wrap:
+            checkpoints = wrap._run.checkpoints
             while wrap.iteration < runs.MOST_STEPS:
                 if wrap.dp_rank == 1:
                     largest = unlimited[0] if wrap.iteration in (0, 2) else 100_000
-                    background = wrap._run.checkpoints._background
-                    writer = None if background is None else background.writer_process
+                    writer = None if checkpoints._background is None else checkpoints._background.writer_process
                     for process in filter(None, (os.getpid(), writer)):
                         resource.prlimit(process, resource.RLIMIT_FSIZE, (largest, unlimited[1]))
-                wrap.train(_batch(wrap))
-                wrap._run.checkpoints.tolerate(wrap._run.checkpoints.wait)  # so that the limit is of this save
-    except CheckpointError as error:
-        return str(error), CheckpointStore(folder).iterations()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    return "no error", CheckpointStore(folder).iterations()
+                _step(wrap)
+                checkpoints.tolerate(checkpoints.wait)  # so that the limit is of this save
+
+    message = refusal_of(run)
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    return message, CheckpointStore(folder).iterations()
 
 
 @pytest.mark.parametrize(
@@ -223,20 +220,12 @@ def test_with_continue_the_third_failed_save_in_a_row_ends_the_run(overrides, ra
 def _ends(folder: Path, how: str) -> list[int]:
     """Checkpoints after a run that ended while its writers were stopped for half a second."""
 
-    class Stop(Exception):
-        pass
-
-    try:
-        with _started(folder, ASYNC) as wrap:
-            wrap.train(_batch(wrap))
-            wrap.save()
-            os.kill(_writer(wrap), signal.SIGSTOP)
-            threading.Timer(0.5, os.kill, (_writer(wrap), signal.SIGCONT)).start()
-            if how == "error":
-                raise Stop
-            raise KeyboardInterrupt
-    except (Stop, KeyboardInterrupt):
-        pass
+    with contextlib.suppress(ArithmeticError, KeyboardInterrupt), _started(folder, ASYNC) as wrap:
+        _step(wrap)
+        wrap.save()
+        os.kill(_writer(wrap), signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (_writer(wrap), signal.SIGCONT)).start()
+        raise ArithmeticError if how == "error" else KeyboardInterrupt
     return CheckpointStore(folder).iterations()
 
 

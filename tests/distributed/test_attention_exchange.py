@@ -6,9 +6,9 @@ from __future__ import annotations
 import _exchange_runs as runs
 import pytest
 import torch
-from layout_runs import CONFIG, token_samples
-
-from megatron_wrap.testing import check_parity
+from _agreement import assert_layouts_agree
+from _covering import quick
+from layout_runs import token_samples
 
 ARCH, PARALLEL = "megatron_lm.model.arch.", "megatron_lm.model.parallel."
 RECOMPUTE = "megatron_lm.train.recompute."
@@ -29,48 +29,27 @@ LATENT = (
 )
 
 
-@pytest.mark.parametrize(
-    ("overrides", "layouts"),
-    [
-        pytest.param(WINDOWS_AND_SINKS, ["cp4"], id="windows and sinks"),
-        pytest.param(WINDOWS_AND_SINKS, ["packed-tp2-sp-cp2"], id="packed windows and sinks", marks=pytest.mark.matrix),
-        pytest.param(
-            (), ["cp2", "packed-cp2", "tp2-sp-cp2", "cp2-dp2", "pp2-cp2"], id="dense", marks=pytest.mark.matrix
-        ),
-        pytest.param(LATENT, ["packed-tp2-sp-cp2"], id="latent", marks=pytest.mark.matrix),
-    ],
-)
-def test_gradients_with_exchanged_heads_are_those_of_one_rank(overrides, layouts, ranks):
-    samples = token_samples(16, 48)
-    report = check_parity(CONFIG, [BY_HEADS, *overrides], samples=samples, layouts=layouts, steps=2, ranks=ranks)
-    assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
+AGREEING: dict[str, tuple[tuple[str, ...], str]] = {
+    "heads, windows and sinks": ((BY_HEADS, *WINDOWS_AND_SINKS), "cp4"),
+    "keys": ((GATHERED, *SINKS), "cp4 packed-tp2-sp-cp2"),
+    "ring, sinks": ((RING, *SINKS), "cp4 packed-tp2-sp-cp2"),
+    # the others have the marker matrix
+    "heads, packed": ((BY_HEADS, *WINDOWS_AND_SINKS), "packed-tp2-sp-cp2"),
+    "heads, dense": ((BY_HEADS,), "packed-cp2 cp2-dp2 pp2-cp2"),
+    "heads, latent": ((BY_HEADS, *LATENT), "packed-tp2-sp-cp2"),
+    "ring, dense": ((RING,), "packed-cp4 cp2-dp2 pp2-cp2"),
+    "ring, latent, recomputed": ((RING, *LATENT, *RECOMPUTED), "cp4 packed-cp4"),
+    "ring, windows in some layers": ((RING, *WINDOWS_AND_SINKS), "cp2"),
+}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "layouts"),
-    [
-        pytest.param(SINKS, ["cp4", "packed-tp2-sp-cp2"], id="sinks"),
-        pytest.param(
-            *((), ["cp2", "packed-cp2", "packed-cp4", "tp2-sp-cp2", "cp2-dp2", "pp2-cp2"]),
-            id="dense",
-            marks=pytest.mark.matrix,
-        ),
-        pytest.param((*LATENT, *RECOMPUTED), ["cp4", "packed-cp4"], id="latent, recomputed", marks=pytest.mark.matrix),
-        pytest.param(WINDOWS_AND_SINKS, ["cp2"], id="windows in some layers", marks=pytest.mark.matrix),
-    ],
-)
-def test_gradients_of_a_ring_are_those_of_one_rank(overrides, layouts, ranks):
-    samples = token_samples(16, 48)
-    report = check_parity(CONFIG, [RING, *overrides], samples=samples, layouts=layouts, steps=2, ranks=ranks)
-    assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
-    assert max(row.objective_difference for row in report.rows) <= 1e-6, report.table()
-    assert max(row.gradient_difference for row in report.rows) <= 1e-5, report.table()
-
-
-def test_gradients_with_gathered_keys_are_those_of_one_rank(ranks):
-    samples, layouts = token_samples(16, 48), ["cp4", "packed-tp2-sp-cp2"]
-    report = check_parity(CONFIG, [GATHERED, *SINKS], samples=samples, layouts=layouts, steps=2, ranks=ranks)
-    assert [row.agrees for row in report.rows] == [True] * len(layouts), report.table()
+@pytest.mark.parametrize("name", quick(AGREEING, list(AGREEING)[:3]))
+def test_gradients_are_those_of_one_rank(name, ranks):
+    overrides, layouts = AGREEING[name]
+    report = assert_layouts_agree(ranks, layouts.split(), overrides, token_samples(16, 48), steps=2)
+    if RING in overrides:
+        assert max(row.objective_difference for row in report.rows) <= 1e-6, report.table()
+        assert max(row.gradient_difference for row in report.rows) <= 1e-5, report.table()
 
 
 @pytest.mark.parametrize("processes", [2, 4])

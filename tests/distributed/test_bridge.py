@@ -11,6 +11,7 @@ import _prediction_runs as prediction
 import numpy
 import pytest
 from _covering import covering, family_and_axes, quick
+from _layouts import layout
 
 
 @pytest.fixture(scope="module")
@@ -25,28 +26,31 @@ def load(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("family", "layout"), covering(runs.CASES, family_and_axes))
-def test_logits_are_those_of_transformers_and_the_export_is_the_original(family, layout, ranks, original, tmp_path):
-    import torch
+@pytest.mark.parametrize(("family", "name"), covering(runs.ON_CPUS, family_and_axes))
+def test_logits_are_those_of_transformers_and_the_export_is_the_original(family, name, ranks, original, tmp_path):
 
     folder, expected = original(family)
-    world_size, overrides = runs.LAYOUTS[layout]
+    world_size, overrides = runs.LAYOUTS[name]
     logits = ranks(world_size).run(runs.logits_and_export, str(folder), overrides, str(tmp_path / "out"), "60KB")[0]
     assert expected.std() > 0.3
     assert numpy.abs(logits - expected).max() <= 1e-4
-
     # the files contain the original tensors; that transformers loads the same model is checked once for each family
-    before, after = runs.stored(folder), runs.stored(tmp_path / "out")
-    assert after.keys() == before.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    if layout != "tp2-pp2":
-        return
-    before, after = load(folder), load(tmp_path / "out")
-    assert after.config.to_dict() == {**before.config.to_dict(), "_name_or_path": after.config.name_or_path}
-    weights = after.state_dict()
-    assert weights.keys() == before.state_dict().keys()
-    for name, tensor in before.state_dict().items():
-        assert torch.equal(weights[name], tensor), name
+    assert_same_tensors(runs.stored(tmp_path / "out"), runs.stored(folder))
+    if name == "tp2-pp2":
+        assert_same_model(load(tmp_path / "out"), load(folder))
+
+
+def assert_same_tensors(actual: Any, expected: Any) -> None:
+    import torch
+
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
+def assert_same_model(actual: Any, expected: Any) -> None:
+    """Two models of transformers."""
+    assert actual.config.to_dict() == {**expected.config.to_dict(), "_name_or_path": actual.config.name_or_path}
+    assert_same_tensors(actual.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("name", runs.VISION)
@@ -69,19 +73,13 @@ def test_the_text_model_of_a_folder_with_a_vision_encoder_is_read_and_exported_a
     before, after = load(folder), load(tmp_path / "out-vision")
     if hasattr(before.config.text_config, "mtp_num_hidden_layers"):
         before.config.text_config.mtp_num_hidden_layers = ahead
-    assert after.config.to_dict() == {**before.config.to_dict(), "_name_or_path": after.config.name_or_path}
-    weights = after.state_dict()
-    assert weights.keys() == before.state_dict().keys()
-    for weight, tensor in before.state_dict().items():
-        assert torch.equal(weights[weight], tensor), weight
+    assert_same_model(after, before)
     if ahead:
         check_kept_prediction_layer(folder, tmp_path / "out-vision")
 
 
 def check_kept_prediction_layer(folder: Path, exported: Path) -> None:
     """The layer for multi-token prediction of a folder with stacked experts, which an export has in a tensor each."""
-    import torch
-
     before, after = (
         {n: t for n, t in prediction.stored(f).items() if n.startswith("mtp.")} for f in (folder, exported)
     )
@@ -90,8 +88,7 @@ def check_kept_prediction_layer(folder: Path, exported: Path) -> None:
     for expert, (gate_up, down) in enumerate(parts):
         tensors = dict(zip(("gate", "up", "down"), (*gate_up.chunk(2), down), strict=True))
         before |= {f"{experts}{expert}.{part}_proj.weight": tensor for part, tensor in tensors.items()}
-    assert before.keys() == after.keys()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert_same_tensors(after, before)
 
 
 def test_a_trained_text_model_is_exported_beside_its_vision_encoder(ranks, tmp_path):
@@ -113,19 +110,9 @@ def test_a_trained_text_model_is_exported_beside_its_vision_encoder(ranks, tmp_p
     assert changed == {name for name in before if name.startswith("language_model.")}
 
 
-@pytest.mark.parametrize("layout", quick(["one", "tp2-pp2", "cp2", "pp2-vpp2", "dp2"], ["tp2-pp2", "cp2"]))
-def test_verification_finds_a_changed_weight_on_any_layout(layout, ranks, tmp_path, original):
-    more = {
-        "pp2-vpp2": (
-            2,
-            (
-                f"{runs.PARALLEL}pipeline_model_parallel_size=2",
-                f"{runs.PARALLEL}virtual_pipeline_model_parallel_size=2",
-            ),
-        ),
-        "dp2": (2, ("megatron_lm.train.optimizer.use_distributed_optimizer=true",)),
-    }
-    world_size, overrides = {**runs.LAYOUTS, **more}[layout]
+@pytest.mark.parametrize("name", quick(["tp2-pp2", "cp2", "pp2-vpp2", "dp2-dopt"], ["tp2-pp2", "cp2"]))
+def test_verification_finds_a_changed_weight_on_any_layout(name, ranks, tmp_path, original):
+    world_size, overrides = layout(name)
     folder, _ = original("llama-four-layers")
     good, bad, streamed = ranks(world_size).run(runs.verify, str(folder), overrides, str(tmp_path))[0]
     assert good["agrees"], good
@@ -139,8 +126,8 @@ def test_verification_finds_a_changed_weight_on_any_layout(layout, ranks, tmp_pa
     assert [output["agrees"] for output in bad["activations"]] == [True, True, True, False, False, False, False]
     expected = load(folder).state_dict()
     assert streamed.keys() == expected.keys()
-    for name, array in streamed.items():
-        assert (array == expected[name].numpy()).all(), name
+    for weight, array in streamed.items():
+        assert (array == expected[weight].numpy()).all(), weight
 
 
 def test_a_resumed_run_does_not_load_the_folder_again(ranks, tmp_path, original):

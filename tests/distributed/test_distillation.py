@@ -5,43 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import _dpo_runs as dpo
-import _pair_runs as runs
-import _reference_runs as seconds
+import _dpo_runs as runs
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from _checkpoint_runs import CP2, PP2, TP2
+from _agreement import assert_layouts_agree
+from _checkpoint_runs import TP2
 from _covering import covering, quick
-from _trl_runs import model_of
+from _layouts import PACKED, layout
+from _trl_runs import model_of, word_tokenizer
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.testing import check_parity
 
 STEPS = 5
 TEACHER = "megatron_wrap.models.teacher"
 LARGER = ("megatron_lm.model.arch.hidden_size=96", "megatron_lm.train.common.seed=7")
-PACKED = ("megatron_wrap.flow.packing=true",)
-LAYOUTS = {"one-rank": (1, ()), "tp2-sp": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2), "packed": (1, PACKED)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "forward": {"beta": 0.0},
     "reverse": {"beta": 1.0, "temperature": 2.0},
     "mixture": {"beta": 0.3, "label_weight": 0.5},
-    "mixture-of-all-ids": {"beta": 0.3, "label_weight": 0.5, "top_k": dpo.VOCAB},
+    "mixture-of-all-ids": {"beta": 0.3, "label_weight": 0.5, "top_k": runs.VOCAB},
 }
 CASES = [
-    *(("mixture", layout) for layout in LAYOUTS),
-    *(("forward", "one-rank"), ("reverse", "tp2-sp"), ("mixture-of-all-ids", "cp2"), ("forward", "packed")),
+    *(("mixture", name) for name in ("one", "tp2", "pp2", "cp2", "one-packed")),
+    *(("forward", "one"), ("reverse", "tp2"), ("mixture-of-all-ids", "cp2"), ("forward", "one-packed")),
 ]
 
 
-def sequences(count: int = STEPS * dpo.BATCH) -> list[dict[str, list[int]]]:
+def sequences(count: int = STEPS * runs.BATCH) -> list[dict[str, list[int]]]:
     """Tokenized samples of unequal lengths; the second half of each has a loss, of the fourth nothing."""
     generator = numpy.random.default_rng(3)
     samples = []
     for index in range(count):
-        ids = generator.integers(3, dpo.VOCAB, int(generator.integers(4, 38))).tolist()
+        ids = generator.integers(3, runs.VOCAB, int(generator.integers(4, 38))).tolist()
         trained = 0 if index == 3 else len(ids) // 2
         samples.append({"input_ids": ids, "loss_mask": [0] * (len(ids) - trained) + [1] * trained})
     return samples
@@ -51,7 +48,7 @@ def sequences(count: int = STEPS * dpo.BATCH) -> list[dict[str, list[int]]]:
 def teacher(ranks, tmp_path_factory):
     """A Hugging Face folder of a larger model."""
     folder = tmp_path_factory.mktemp("teacher") / "hf"
-    ranks(1).run(seconds.export, str(folder), LARGER)
+    ranks(1).run(runs.export, str(folder), LARGER)
     return folder
 
 
@@ -68,7 +65,7 @@ def of_torch(ranks, teacher):
         if variant not in actual:
             overrides = overrides_of(variant, f"{{hf_path: {teacher}}}")
             weights = ranks(1).run(runs.initial_weights, overrides)[0]
-            actual[variant] = steps_of_torch(weights, overrides, teacher, VARIANTS[variant], sequences(), dpo.VOCAB)
+            actual[variant] = steps_of_torch(weights, overrides, teacher, VARIANTS[variant], sequences(), runs.VOCAB)
         return actual[variant]
 
     return steps_of
@@ -86,14 +83,14 @@ def steps_of_torch(
     from transformers import AutoModelForCausalLM
     from trl.experimental.gkd import GKDTrainer
 
-    config = load_run_config(dpo.CONFIG, overrides)
+    config = load_run_config(runs.CONFIG, overrides)
     student = model_of(config, weights)
     theirs = AutoModelForCausalLM.from_pretrained(teacher).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=config.learning_rate.lr, weight_decay=0.0)
     taken = []
-    for start in range(0, len(samples), dpo.BATCH):
+    for start in range(0, len(samples), runs.BATCH):
         loss = torch.zeros(())
-        batch = samples[start : start + dpo.BATCH]
+        batch = samples[start : start + runs.BATCH]
         tokens = sum(sum(sample["loss_mask"][1:]) for sample in batch)
         for sample in batch:
             ids = torch.tensor([sample["input_ids"]])
@@ -123,11 +120,11 @@ def steps_of_torch(
     return taken
 
 
-@pytest.mark.parametrize(("variant", "layout"), covering(CASES, set))
-def test_five_steps_agree_with_trl_and_torch(ranks, teacher, of_torch, variant, layout):
-    processes, of_layout = LAYOUTS[layout]
+@pytest.mark.parametrize(("variant", "name"), covering(CASES, set))
+def test_five_steps_agree_with_trl_and_torch(ranks, teacher, of_torch, variant, name):
+    processes, of_layout = layout(name)
     overrides = (*overrides_of(variant, f"{{hf_path: {teacher}}}"), *of_layout)
-    actual = ranks(processes).run(runs.train, overrides, sequences(), STEPS)[0]
+    actual = ranks(processes).run(runs.steps, overrides, sequences(), STEPS)[0]
     for step, (ours, (loss, norm)) in enumerate(zip(actual, of_torch(variant), strict=True)):
         assert ours["loss"] == pytest.approx(loss, rel=1e-4), step
         assert ours["grad_norm"] == pytest.approx(norm, rel=1e-4), step
@@ -140,11 +137,11 @@ def test_stored_logits_replace_the_teacher(ranks, teacher, tmp_path):
     flow = runs.of_flow("gpt_distill", options)
     live = (*flow, f"{TEACHER}={{hf_path: {teacher}, offload: true}}")
     stored = (*flow, f"{TEACHER}={{hf_path: {teacher}, precomputed: {tmp_path}/outputs}}")
-    assert ranks(1).run(seconds.precompute, stored, sequences(), tmp_path / "outputs")[0] == len(sequences())
-    expected = ranks(1).run(runs.train, live, sequences(), 2)[0]
+    assert ranks(1).run(runs.precompute, stored, sequences(), tmp_path / "outputs")[0] == len(sequences())
+    expected = ranks(1).run(runs.steps, live, sequences(), 2)[0]
     for further in ((), PACKED, TP2):
         processes = 2 if further is TP2 else 1
-        actual = ranks(processes).run(runs.train, (*stored, *further), sequences(), 2)[0]
+        actual = ranks(processes).run(runs.steps, (*stored, *further), sequences(), 2)[0]
         for ours, theirs in zip(actual, expected, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
@@ -174,14 +171,9 @@ ROWS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
 @pytest.fixture(scope="module")
 def teachers(ranks, tmp_path_factory):
     """Number of rows -> a teacher's Hugging Face folder with the tokenizer, and its checkpoint."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     folders = {}
     words = {"</s>": 0, **{f"w{number}": number for number in range(1, TOKENS)}}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="</s>")), eos_token="</s>"
-    )
+    tokenizer = word_tokenizer(words, eos_token="</s>")
     for rows in (MORE_ROWS, FEWER_ROWS):
         folders[rows] = tmp_path_factory.mktemp("teacher")
         tokenizer.save_pretrained(folders[rows] / "tokenizer")
@@ -189,13 +181,13 @@ def teachers(ranks, tmp_path_factory):
             *LARGER,
             f"megatron_lm.model.arch.vocab_size={rows}",
             f"megatron_wrap.data.tokenizer={folders[rows]}/tokenizer",
-            f"{dpo.TRAIN}.save={folders[rows]}/checkpoint",
+            f"{runs.TRAIN}.save={folders[rows]}/checkpoint",
         )
-        ranks(1).run(seconds.export, str(folders[rows] / "hf"), overrides, True)
+        ranks(1).run(runs.export, str(folders[rows] / "hf"), overrides, with_checkpoint=True)
     return folders
 
 
-def short_sequences(count: int = 2 * dpo.BATCH) -> list[dict[str, list[int]]]:
+def short_sequences(count: int = 2 * runs.BATCH) -> list[dict[str, list[int]]]:
     """Samples of the tokenizer's ids."""
     return [{**sample, "input_ids": [token % TOKENS for token in sample["input_ids"]]} for sample in sequences(count)]
 
@@ -210,16 +202,16 @@ def test_models_of_different_numbers_of_rows_are_compared_over_the_common_rows(r
     folder, checkpoint = f"{{hf_path: {teachers[rows]}/hf}}", f"{{checkpoint: {teachers[rows]}/checkpoint}}"
     live = (*flow, f"{TEACHER}={folder}")
     weights = ranks(1).run(runs.initial_weights, live)[0]
-    expected = steps_of_torch(weights, live, teachers[rows] / "hf", options, short_sequences(), min(rows, dpo.VOCAB))
+    expected = steps_of_torch(weights, live, teachers[rows] / "hf", options, short_sequences(), min(rows, runs.VOCAB))
     layouts = [(1, live), (2, (*live, *TP2))]
     layouts += [(2, (*flow, *TP2, f"{TEACHER}={checkpoint}"))] if "mixture" in case else []
     if "top_k" in options:
         stored = f"{{hf_path: {teachers[rows]}/hf, precomputed: {teachers[rows]}/{case}}}"
         stored_flow = (*flow, f"{TEACHER}={stored}", *TP2)
-        assert ranks(2).run(seconds.precompute, stored_flow, short_sequences(), teachers[rows] / case)[0] == 8
+        assert ranks(2).run(runs.precompute, stored_flow, short_sequences(), teachers[rows] / case)[0] == 8
         layouts += [(1, (*flow, f"{TEACHER}={stored}"))]
     for processes, overrides in layouts:
-        actual = ranks(processes).run(runs.train, overrides, short_sequences(), 2)[0]
+        actual = ranks(processes).run(runs.steps, overrides, short_sequences(), 2)[0]
         for ours, (loss, norm) in zip(actual, expected, strict=True):
             assert ours["loss"] == pytest.approx(loss, rel=1e-4)
             assert ours["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -229,7 +221,7 @@ def test_an_id_that_the_teacher_does_not_have_is_refused(ranks, teachers):
     flow = (*runs.of_flow("gpt_distill", {}), f"megatron_wrap.data.tokenizer={teachers[FEWER_ROWS]}/hf")
     teacher = f"{TEACHER}={{hf_path: {teachers[FEWER_ROWS]}/hf}}"
     samples = [*short_sequences(3), {"input_ids": [1, 2, FEWER_ROWS], "loss_mask": [0, 1, 1]}]
-    message = ranks(1).run(dpo.refusal, (*flow, teacher), samples)[0]
+    message = ranks(1).run(runs.refusal, (*flow, teacher), samples)[0]
     assert f"sample 3 of a batch of 4: the sample has the token id {FEWER_ROWS}" in message
     assert f"the ids 0 to {FEWER_ROWS - 1}" in message
 
@@ -239,7 +231,7 @@ def test_logits_of_a_reference_model_with_another_number_of_rows_are_refused(ran
     for rows in (MORE_ROWS, FEWER_ROWS):
         flow = (*runs.of_flow("gpt_distill", {}), f"megatron_wrap.data.tokenizer={teachers[rows]}/hf")
         reference = f"megatron_wrap.models.reference={{hf_path: {teachers[rows]}/hf}}"
-        message = ranks(1).run(dpo.refusal, (*flow, reference), short_sequences(4))[0]
+        message = ranks(1).run(runs.refusal, (*flow, reference), short_sequences(4))[0]
         assert "'logits'" in message
         assert "megatron_wrap.models.teacher" in message
 
@@ -258,8 +250,7 @@ GROUPS["others"] = [
 def test_layouts_agree(ranks, teacher, group):
     sizes = ("megatron_lm.train.common.micro_batch_size=2", "megatron_lm.train.common.global_batch_size=8")
     overrides = [*overrides_of("mixture", f"{{hf_path: {teacher}}}"), *sizes]
-    report = check_parity(dpo.CONFIG, overrides, samples=sequences(16), layouts=GROUPS[group], steps=2, ranks=ranks)
-    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
+    assert_layouts_agree(ranks, GROUPS[group], overrides, sequences(16), steps=2)
 
 
 def test_what_cannot_be_is_refused(ranks, teacher):
@@ -268,11 +259,11 @@ def test_what_cannot_be_is_refused(ranks, teacher):
     rows = [[0.0, 1.0]] * 3
     tokens = {"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [1] * 6}
     samples = [{**tokens, "teacher_top_k_logits": rows, "teacher_top_k_ids": [[3, 4]] * 3}] * 4
-    refusal = ranks(1).run(dpo.refusal, flow, sequences()[:4])[0]
+    refusal = ranks(1).run(runs.refusal, flow, sequences()[:4])[0]
     assert "set megatron_wrap.models.teacher" in refusal
-    both = ranks(1).run(dpo.refusal, (*flow, f"{TEACHER}=copy", "megatron_wrap.models.reference=copy"), [])[0]
+    both = ranks(1).run(runs.refusal, (*flow, f"{TEACHER}=copy", "megatron_wrap.models.reference=copy"), [])[0]
     assert "models.reference" in both
     assert "models.teacher" in both
-    length = ranks(1).run(dpo.refusal, flow, samples)[0]
+    length = ranks(1).run(runs.refusal, flow, samples)[0]
     assert "sample 0 of a batch of 4: teacher_top_k_logits has shape" in length
     assert "[5, K]" in length

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
-import _embedding_runs as runs
 import _engine_runs
 import numpy
 import pytest
-from _engine_runs import options
+from _engine_runs import options, started
+from _started import gradients_of, train_until
+from torch import Tensor
+
+
+def steps(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
+    """Gradients of a step and metrics of two more, with Megatron-Core's lookup and with the one that adds to the
+    buffer, by torch instead of its kernel; and how often that one has added."""
+    from megatron_wrap.nn.kernels.embedding.lookup import lookup
+    from megatron_wrap.platform.megatron_core.kernels import LayerKernels, use
+    from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
+
+    additions = 0
+
+    def add(ids: Tensor, grad: Tensor, total: Tensor) -> None:
+        nonlocal additions
+        additions += 1
+        total.index_add_(0, ids.flatten(), grad.flatten(0, -2).to(total.dtype))
+
+    results: dict[str, Any] = {}
+    for name, kernel in (("megatron", None), ("added", functools.partial(lookup, add=add))):
+        with started(overrides) as wrap, Replacements() as replacements:
+            use(LayerKernels(embedding=kernel), replacements)
+            gradients = gradients_of(wrap, samples[: wrap.global_batch_size])
+            metrics = [(step["loss"], step["grad_norm"]) for step in train_until(wrap, samples, 2)]
+            results[name] = {"gradients": gradients, "metrics": metrics}
+    return {**results, "additions": additions}
+
 
 ARCH, DDP = "megatron_lm.model.arch", "megatron_lm.misc.ddp"
 OVERLAP = {"distributed": True, f"{DDP}.overlap_grad_reduce": True, f"{DDP}.overlap_param_gather": True}
@@ -30,7 +58,7 @@ micro-batch to the dtype of the weight."""
 @pytest.mark.parametrize(("size", "settings", "adds", "bound"), CASES.values(), ids=CASES)
 def test_steps_are_those_of_megatron_core(size, settings, adds, bound, ranks):
     samples = _engine_runs.weighted_samples(16)
-    per_rank = ranks(size).run(runs.steps, options(**settings), samples)
+    per_rank = ranks(size).run(steps, options(**settings), samples)
     assert any(actual["additions"] for actual in per_rank) == adds
     for actual in per_rank:
         ours, theirs = actual["added"], actual["megatron"]

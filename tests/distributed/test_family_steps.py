@@ -11,22 +11,28 @@ import _generate_runs
 import numpy
 import pytest
 from _hf_training_runs import train_ours, train_transformers
+from _layouts import layout
 
 STEPS = 5
-PACKED = ("megatron_wrap.flow.packing=true",)
-LAYOUTS = {
-    **{name: runs.LAYOUTS[name] for name in ("one", "tp2-pp2", "cp2", "ep2")},
-    "packed": (1, PACKED),
-    **{f"{name}-packed": (processes, (*overrides, *PACKED))
-       for name, (processes, overrides) in runs.LAYOUTS.items() if name in ("cp2", "tp2", "ep2")},
-}  # fmt: skip
+QUICK = {
+    ("smollm3", "cp2-packed"),
+    ("glm4-moe-lite", "tp2-pp2"),
+    ("gpt-oss", "cp2"),
+    ("mistral4", "ep2"),
+    ("qwen3.5", "tp2-packed"),
+    ("qwen3-next", "ep2-packed"),
+}
+"""Each layout, and models of each kind; `test_bridge.py` has the logits of every family."""
 CASES = [
-    (family, layout)
+    (family, name)
     for number, family in enumerate(runs.NEW_FAMILIES)
-    for layout in (("cp2", "tp2-packed", "ep2") if number % 2 else ("tp2-pp2", "cp2-packed", "ep2-packed"))
-    if family in runs.EXPERTS or not layout.startswith("ep2")
+    for name in ("cp2", "tp2-packed", "ep2", "tp2-pp2", "cp2-packed", "ep2-packed")
+    if (family, name) in QUICK
+    or name == ("tp2-packed", "cp2-packed")[number % 2]
+    or (name == ("ep2-packed", "ep2")[number % 2] and family in runs.EXPERTS)
 ]
-"""(family, layout); neighbors in the list have what the other one lacks."""
+"""(family, layout), where neighbors have what the other one lacks. Layouts of each kind of attention and of experts are
+compared with one rank in `test_parity.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +45,14 @@ def theirs(tmp_path_factory):
     return runs.made_once(tmp_path_factory, expected)
 
 
-QUICK = {
-    ("smollm3", "cp2-packed"),
-    ("glm4-moe-lite", "tp2-pp2"),
-    ("gpt-oss", "cp2"),
-    ("mistral4", "ep2"),
-    ("qwen3.5", "tp2-packed"),
-    ("qwen3-next", "ep2-packed"),
-}
-"""Each layout, and models of each kind; `test_bridge.py` has the logits of every family."""
-
-
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "name"),
     [pytest.param(*case, id="-".join(case), marks=() if case in QUICK else pytest.mark.matrix) for case in CASES],
 )
-def test_five_steps_and_greedy_completions_are_those_of_transformers(family, layout, ranks, theirs, tmp_path):
+def test_five_steps_and_greedy_completions_are_those_of_transformers(family, name, ranks, theirs, tmp_path):
     folder, (steps, completions) = theirs(family)
-    processes, overrides = LAYOUTS[layout]
-    run = ranks(processes).run(
-        train_ours, str(folder), overrides, str(tmp_path), STEPS, _generate_runs.prompts()
-    )  # fmt: skip
-    actual, _, greedy = run[0]
+    processes, overrides = layout(name)
+    arguments = (str(folder), overrides, str(tmp_path), STEPS, _generate_runs.prompts())
+    actual, _, greedy = ranks(processes).run(train_ours, *arguments)[0]
     numpy.testing.assert_allclose(actual, steps, rtol=1e-4)
     assert greedy == completions

@@ -3,10 +3,46 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
-import _fit_runs
 import numpy
 import pytest
+from _started import started
+
+CONFIG = Path(__file__).parent / "layouts.yaml"
+TRAIN, DATA, CHECKPOINT = "megatron_lm.train.common", "megatron_wrap.data", "megatron_wrap.checkpoint"
+
+
+def fit(folder: str, overrides: tuple[str, ...], disagree: bool) -> tuple[dict[str, float], int, list[dict[str, Any]]]:
+    """Metrics that fit returns, the iteration, and the metrics of each step.
+
+    Args:
+        folder: with train.jsonl and validation.jsonl, for the checkpoints.
+        disagree: the hook returns False on the last rank alone, after step 7, and evaluations differ between ranks.
+    """
+    import torch.distributed as dist
+
+    common = (
+        *(f"{DATA}.__select__=jsonl", f"{DATA}.train={folder}/train.jsonl"),
+        *(f"{DATA}.validation={folder}/validation.jsonl", f"{TRAIN}.train_iters=8", f"{TRAIN}.eval_interval=2"),
+        *(f"{TRAIN}.save={folder}/checkpoints", f"megatron_wrap.logger.output_dir={folder}/records"),
+        *(f"{CHECKPOINT}.best_metric=validation/loss", f"{TRAIN}.early_stop_patience=2", f"{CHECKPOINT}.keep=1"),
+    )
+    steps: list[dict[str, Any]] = []
+    with started(CONFIG, [*common, *overrides]) as wrap:
+        rank, last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
+        if disagree:
+            # better each time on rank 0 alone: the others would stop
+            wrap.evaluate = lambda: {"eval/validation/loss": float(wrap.iteration if rank else -wrap.iteration)}
+
+        def hook(run: Any, metrics: dict[str, float]) -> bool:
+            steps.append(metrics)
+            return not (disagree and last and run.iteration == 7)
+
+        result = wrap.fit(hook)
+        return result, wrap.iteration, steps
+
 
 PARALLEL = "megatron_lm.model.parallel"
 
@@ -28,7 +64,7 @@ def folder(tmp_path):
     ],
 )
 def test_ranks_that_disagree_decide_alike(ranks, folder, layout):
-    first, other = ranks(2).run(_fit_runs.fit, str(folder), layout, True)
+    first, other = ranks(2).run(fit, str(folder), layout, True)
     for result in (first, other):
         assert result[1] == 7  # only one rank's hook returned False
         assert [step["iteration"] for step in result[2]] == [*range(1, 8)]

@@ -5,40 +5,36 @@ from __future__ import annotations
 import _fused_runs as runs
 import numpy
 import pytest
-from _checkpoint_runs import CP2, MLA, OVERLAP, PP2, TP2
+from _checkpoint_runs import MLA
 from _covering import quick
+from _layouts import OVERLAP, layout
 
-PACKED = ("megatron_wrap.flow.packing=true",)
-ARCH = "megatron_lm.model.arch"
-INTERLEAVED = (f"{ARCH}.rotary_interleaved=true", f"{ARCH}.rotary_percent=0.5")
-NORMS = (f"{ARCH}.qk_layernorm=true",)
-DISTRIBUTED = ("megatron_lm.train.optimizer.use_distributed_optimizer=true", *OVERLAP)
-SMALL_BUCKETS = ("megatron_lm.misc.ddp.ddp_bucket_size=8",)  # each weight has its own
-LAYOUTS = {
-    "one-rank": (1, INTERLEAVED),
-    "packed": (1, PACKED),
-    "tp2": (2, TP2),
-    "cp2": (2, CP2),
-    "pp2": (2, PP2),
-    "norms": (1, (*NORMS, *INTERLEAVED, f"{ARCH}.apply_layernorm_1p=true")),
-    "norms-tp2": (2, (*NORMS, *TP2)),
-    "norms-dp2": (2, (*NORMS, *DISTRIBUTED, *SMALL_BUCKETS)),
-    "norms-packed-cp2": (2, (*NORMS, *PACKED, *CP2)),
+ARCH = "megatron_lm.model.arch."
+
+
+def recompute(*values: str) -> tuple[str, ...]:
+    return tuple(f"megatron_lm.train.recompute.recompute_{value}" for value in values)
+
+
+SWITCHES = {
+    "interleaved": (f"{ARCH}rotary_interleaved=true", f"{ARCH}rotary_percent=0.5"),
+    "norms": (f"{ARCH}qk_layernorm=true",),
+    "centered": (f"{ARCH}apply_layernorm_1p=true",),
+    "buckets": (*OVERLAP, "megatron_lm.misc.ddp.ddp_bucket_size=8"),  # each weight has its own
+    "latent": MLA,
+    "no_query_latent": (*MLA, f"{ARCH}q_lora_rank=null"),
+    "yarn": tuple(f"{ARCH}{text}" for text in ("rope_type=yarn", "rotary_scaling_factor=4.0", "mscale=0.7")),
+    "recomputed": recompute("granularity=full", "method=uniform", "num_layers=1"),
+    "up_recomputed": recompute("granularity=selective", "modules=[mla_up_proj]"),
 }
-YARN = tuple(f"{ARCH}.{text}" for text in ("rope_type=yarn", "rotary_scaling_factor=4.0", "mscale=0.7"))
-NO_QUERY_LATENT = (*MLA, f"{ARCH}.q_lora_rank=null")
-RECOMPUTE = "megatron_lm.train.recompute"
-RECOMPUTED = (
-    *(f"{RECOMPUTE}.recompute_granularity=full", f"{RECOMPUTE}.recompute_method=uniform"),
-    f"{RECOMPUTE}.recompute_num_layers=1",
+LAYOUTS = (
+    *("one-interleaved", "one-packed", "tp2", "cp2", "pp2", "one-norms-interleaved-centered"),
+    *("tp2-norms", "dp2-norms-buckets", "cp2-norms-packed"),
 )
-UP_RECOMPUTED = (f"{RECOMPUTE}.recompute_granularity=selective", f"{RECOMPUTE}.recompute_modules=[mla_up_proj]")
-LATENT = {
-    "one-rank": (1, (*MLA, *YARN, *RECOMPUTED)),
-    "packed": (1, (*NO_QUERY_LATENT, *PACKED, *UP_RECOMPUTED)),
-    "tp2": (2, (*MLA, *TP2)),
-    "packed-cp2": (2, (*MLA, *YARN, *CP2, *PACKED)),
-}
+LATENT = (
+    *("one-latent-yarn-recomputed", "one-no_query_latent-packed-up_recomputed", "tp2-latent"),
+    "cp2-latent-yarn-packed",
+)
 
 
 def samples() -> list[dict[str, list[int]]]:
@@ -49,9 +45,9 @@ def samples() -> list[dict[str, list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("name", quick(LAYOUTS, ("one-rank", "norms-tp2", "norms-dp2")))
+@pytest.mark.parametrize("name", quick(LAYOUTS, ("one-interleaved", "tp2-norms", "dp2-norms-buckets")))
 def test_training_and_generation_are_those_of_megatron_core(ranks, name):
-    processes, overrides = LAYOUTS[name]
+    processes, overrides = layout(name, SWITCHES)
     steps, completions, _ = ranks(processes).run(runs.train_and_generate, overrides, samples(), False)[0]
     result, own_losses, changed = ranks(processes).run(runs.train_and_generate, overrides, samples(), True)[0]
     assert changed > 0
@@ -59,9 +55,9 @@ def test_training_and_generation_are_those_of_megatron_core(ranks, name):
     assert own_losses == completions
 
 
-@pytest.mark.parametrize("name", quick(LATENT, ("one-rank", "packed", "tp2")))
+@pytest.mark.parametrize("name", quick(LATENT, LATENT[:3]))
 def test_latent_attention_in_one_kernel_is_that_of_megatron_core(ranks, name):
-    processes, overrides = LATENT[name]
+    processes, overrides = layout(name, SWITCHES)
     pool = ranks(processes)
     steps, completions, unused = pool.run(runs.train_with_latent_attention, overrides, samples(), False)[0]
     result, own_completions, calls = pool.run(runs.train_with_latent_attention, overrides, samples(), True)[0]

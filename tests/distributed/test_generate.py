@@ -221,15 +221,7 @@ def test_an_evaluation_logs_completions_of_the_sample_prompts(layout, with_text,
 @pytest.mark.parametrize("layout", quick(["one", "tp2-sp", "pp2-vpp2", "cp2-tp2", "dp2-overlap"], ["tp2-sp"]))
 def test_generation_between_steps_does_not_change_training(layout, ranks, original, tmp_path):
     folder, _ = original("llama-four-layers")
-    overlap = tuple(
-        f"megatron_lm.{key}=true"
-        for key in (
-            "misc.ddp.overlap_grad_reduce",
-            "misc.ddp.overlap_param_gather",
-            "train.optimizer.use_distributed_optimizer",
-        )
-    )
-    world_size, overrides = (2, overlap) if layout == "dp2-overlap" else runs.LAYOUTS[layout]
+    world_size, overrides = runs.LAYOUTS[layout]
     pool = ranks(world_size)
     without, with_generation = (
         pool.run(runs.train_with_generation, str(folder), overrides, str(tmp_path / str(generates)), generates)
@@ -240,39 +232,28 @@ def test_generation_between_steps_does_not_change_training(layout, ranks, origin
 
 def test_errors_of_generate_have_values_and_a_suggestion(ranks, original, tmp_path):
     folder, _ = original("gpt2")
-    calls: list[dict[str, Any]] = [
-        {"prompts": [[1, 2], [3] * 70], "max_new_tokens": 11},
-        {"prompts": [[1, 2], [3] * 70], "max_new_tokens": 10},
-        {"prompts": ["It was"]},
-        {"prompts": "It was"},
-        {"prompts": [[]]},
-        {"prompts": [[1, 301]]},
-        {"prompts": [[1, "a"]]},
-        {"prompts": [[1]], "max_new_tokens": 0},
-        {"prompts": [[1]], "seed": -1},
-        {"prompts": [[1]], "batch_size": 0},
-        {"prompts": [[1]], "stop": "x"},
-        {"prompts": [[1]], "top_p": 2.0},
-        {"prompts": []},
+    long, no_prompt = [[1, 2], [3] * 70], "a prompt is a text, a list of messages or a list of token ids, not"
+    messages: list[tuple[dict[str, Any], str]] = [
+        (
+            {"prompts": long, "max_new_tokens": 11},
+            "prompt 1 has 70 tokens, which with max_new_tokens 11 is more than the model's 80 learned positions",
+        ),
+        ({"prompts": long, "max_new_tokens": 10}, "no error"),
+        ({"prompts": ["It was"]}, "a prompt of text needs a tokenizer; set megatron_wrap.data.tokenizer"),
+        ({"prompts": "It was"}, "prompts is one text"),
+        ({"prompts": [[]]}, no_prompt),
+        ({"prompts": [[1, 301]]}, "has the token id 301, but the vocabulary has the ids 0 to 300"),
+        ({"prompts": [[1, "a"]]}, no_prompt),
+        ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens 0 must be at least 1"),
+        ({"prompts": [[1]], "seed": -1}, "seed -1 must be at least 0"),
+        ({"prompts": [[1]], "batch_size": 0}, "batch_size 0 must be at least 1"),
+        ({"prompts": [[1]], "stop": "x"}, "a stop text needs a tokenizer"),
+        ({"prompts": [[1]], "top_p": 2.0}, "top_p 2.0 must be above 0 and at most 1"),
+        ({"prompts": []}, "no error"),
     ]
-    expected = [
-        r"prompt 1 has 70 tokens, which with max_new_tokens 11 is more than the model's 80 learned positions",
-        "",
-        "a prompt of text needs a tokenizer; set megatron_wrap.data.tokenizer",
-        "prompts is one text",
-        "a prompt is a text, a list of messages or a list of token ids, not",
-        "has the token id 301, but the vocabulary has the ids 0 to 300",
-        "a prompt is a text, a list of messages or a list of token ids, not",
-        "max_new_tokens 0 must be at least 1",
-        "seed -1 must be at least 0",
-        "batch_size 0 must be at least 1",
-        "a stop text needs a tokenizer",
-        "top_p 2.0 must be above 0 and at most 1",
-        "",
-    ]
-    [actual] = ranks(1).run(runs.refusals, str(folder), (), str(tmp_path), calls)
-    for message, part in zip(actual, expected, strict=True):
-        assert (part in message and message.startswith("DataError: ")) if part else message == ""
+    [actual] = ranks(1).run(runs.refusals, str(folder), (), str(tmp_path), [call for call, _ in messages])
+    for message, (_, part) in zip(actual, messages, strict=True):
+        assert part in message
 
 
 def test_a_pipeline_in_half_precision_generates_the_same_as_one_process(ranks, original, tmp_path):

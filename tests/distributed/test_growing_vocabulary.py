@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from _forked import COMMAND, run_forked
+from _trl_runs import word_tokenizer
 
 NEW = ["<plan>", "</plan>", "<quote>"]
 TP2_PP2 = ("megatron_lm.model.parallel.tensor_model_parallel_size=2",)
@@ -27,13 +28,8 @@ def folder_of(tmp_path_factory):
 
 
 def _write_tokenizer(folder: Path, entries: int = bridge.VOCAB) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = {"<eos>": 0, **{f"w{number}": number for number in range(1, entries)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    word_tokenizer(words, eos_token="<eos>").save_pretrained(folder)
 
 
 def _resized(folder: Path, entries: int = bridge.VOCAB) -> Any:

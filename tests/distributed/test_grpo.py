@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import _grpo_runs as runs
 import pytest
-from _dpo_runs import CONFIG, COPY, TRAIN
+from _agreement import assert_layouts_agree
+from _covering import quick
+from _dpo_runs import CONFIG, COPY, TRAIN, initial_weights
+from _started import refusal_of
 from _trl_runs import model_of
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.testing import check_parity
 from megatron_wrap.testing.layouts import DEFAULT_LAYOUTS
 
 OLD, REFERENCE, ROLLOUT = "old_log_probs", "reference_log_probs", "rollout_log_probs"
@@ -58,25 +61,24 @@ def overrides_of(options: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"megatron_wrap.flow.{key}={json.dumps(value)}" for key, value in options.items())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.matrix) for name in CASES]
-)
-def test_ten_steps_agree_with_trl(ranks, tmp_path, name):
-    """trl has the eight responses of a step in one micro-batch; we have four micro-batches, and groups across two."""
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
+def test_steps_agree_with_trl(ranks, tmp_path, name):
+    """trl has the eight responses of a step in one micro-batch; we have four micro-batches, and groups across two. Ten
+    steps in each command, four with --all."""
+    steps = runs.STEPS if name in QUICK else 4
     options, config = CASES[name], load_run_config(CONFIG, runs.GRPO)
     initial = WIDE if "top_entropy_quantile" in options else ()
-    weights = ranks(1).run(runs.initial_weights, initial)[0]
+    weights = ranks(1).run(initial_weights, (*runs.GRPO, *initial))[0]
     corrected = "rollout_correction" in options
     noise = {ROLLOUT: 0.3} if corrected else {OLD: 0.2}
-    samples = runs.with_log_probs(runs.rollouts(), model_of(config, weights), noise)
+    samples = runs.with_log_probs(runs.rollouts(steps * runs.BATCH), model_of(config, weights), noise)
     second = COPY if options.get("beta") else ()
-    measured = ranks(1).run(
-        runs.train, (*initial, *second, *overrides_of(options), f"{TRAIN}.micro_batch_size=2"), samples
-    )[0]
+    overrides = (*initial, *second, *overrides_of(options), f"{TRAIN}.micro_batch_size=2")
+    measured = ranks(1).run(runs.train, overrides, samples, steps)[0]
     of_trl = {OF_TRL.get(key, key): value for key, value in options.items()}
     reference = model_of(config, weights) if second else None
     theirs = runs.steps_of_trl(config, model_of(config, weights), samples, tmp_path, reference, **of_trl)
-    assert len(measured) == len(theirs) == runs.STEPS
+    assert len(measured) == len(theirs) == steps
     compared = {metric for metric in theirs[0] if metric.startswith(SHARED)} & measured[0].keys()
     assert {"entropy", "reward", "completions/mean_terminated_length"} <= compared
     assert ("kl" in compared) == bool(second)
@@ -129,20 +131,12 @@ def of_lengths() -> list[dict[str, Any]]:
     return samples
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "grpo",
-        pytest.param("grpo, all layouts", marks=pytest.mark.matrix),
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in PARITY if not name.startswith("grpo")),
-    ],
-)
+@pytest.mark.parametrize("name", quick(PARITY, ("grpo",)))
 def test_the_objective_does_not_depend_on_the_cut_or_the_layout(ranks, name):
     options, layouts = PARITY[name]
     overrides = ["megatron_wrap.flow.__select__=gpt_grpo", *overrides_of(options)]
     # the samples have old log-probabilities, so ratios differ from the first step on
-    report = check_parity(CONFIG, overrides, samples=of_lengths(), layouts=list(layouts), steps=1, ranks=ranks)
-    assert [row.layout for row in report.rows if row.agrees is not True] == [], report.table()
+    assert_layouts_agree(ranks, layouts, overrides, of_lengths())
 
 
 def test_three_cuts_agree(ranks):
@@ -203,7 +197,5 @@ def test_wrong_input_is_one_error(ranks, case):
     if len(change.get(ROLLOUT, ())) > 9:
         change = {ROLLOUT: [-1.0] * len(samples[2]["response_ids"])}
     samples[2] |= change
-    measured = ranks(1).run(runs.refusal, overrides_of(options), samples)[0]
-    import re
-
+    measured = ranks(1).run(refusal_of, runs.train, overrides_of(options), samples, 1)[0]
     assert re.search(message, measured), measured

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import _example_runs as runs
 import pytest
+from _started import refusal_of, without_measured
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def grpo(*calls: Sequence[str]) -> list[str]:
+    """Call examples/grpo/train.py with each list of words; the messages of those that ended with an error."""
+    main = runpy.run_path(str(EXAMPLES / "grpo" / "train.py"))["main"]
+    messages = [refusal_of(main, list(words)) for words in calls]
+    sys.modules.pop("task", None)
+    return messages
+
 
 TRAIN = "megatron_lm.train.common"
-MEASURED = ("elapsed_time", "tokens_per_second", "tokens_per_second_per_device", "tflops", "throughput")
-MEASURED += ("memory_allocated", "memory_reserved", "memory_max")
 
 
 def words(folder: Path, train_iters: int, updates: int = 1) -> list[str]:
@@ -21,7 +33,7 @@ def words(folder: Path, train_iters: int, updates: int = 1) -> list[str]:
         f"{TRAIN}.eval_interval": 2,
         f"{TRAIN}.global_batch_size": 32,
         f"{TRAIN}.micro_batch_size": 8,
-        "megatron_wrap.data.tokenizer": runs.EXAMPLES / "grpo" / "tokenizer",
+        "megatron_wrap.data.tokenizer": EXAMPLES / "grpo" / "tokenizer",
         "megatron_wrap.logger.output_dir": folder,
     }
     return ["--updates", str(updates), *(f"{name}={value}" for name, value in values.items())]
@@ -32,7 +44,7 @@ def records(folder: Path) -> dict[str, list[dict]]:
     actual = {}
     for name in ("rollouts", "held-out", "metrics"):
         lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        actual[name] = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+        actual[name] = [without_measured(line) for line in lines]
     return actual
 
 
@@ -40,7 +52,7 @@ def records(folder: Path) -> dict[str, list[dict]]:
 def test_a_resumed_run_repeats_no_rollout_and_ends_as_one_run(updates, ranks, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     calls = [words(whole, 4, updates), words(parts, 2, updates), words(parts, 4, updates)]
-    assert ranks(1).run(runs.grpo, *calls) == [[""] * 3]
+    assert ranks(1).run(grpo, *calls) == [["no error"] * 3]
     expected, actual = records(whole), records(parts)
     assert [line["iteration"] for line in expected["rollouts"]] == list(range(0, 4, updates))
     assert actual["rollouts"] == expected["rollouts"]
@@ -54,6 +66,6 @@ def test_a_resumed_run_repeats_no_rollout_and_ends_as_one_run(updates, ranks, tm
 
 
 def test_intervals_within_a_rollout_are_refused(ranks, tmp_path):
-    [[message]] = ranks(1).run(runs.grpo, words(tmp_path, 4, updates=4))
+    [[message]] = ranks(1).run(grpo, words(tmp_path, 4, updates=4))
     assert "save_interval 2" in message
     assert "--updates 4" in message

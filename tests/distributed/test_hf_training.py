@@ -3,23 +3,15 @@ AdamW and gradient clipping and transformers' cosine schedule. Loss and gradient
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import _bridge_runs as runs
 import numpy
 import pytest
-from _covering import axes, covering
+from _covering import quick
 from _hf_training_runs import CLIP, samples, their_loss, train_ours, train_transformers
+from _layouts import layout
 
 STEPS = 30
-PARALLEL = "megatron_lm.model.parallel."
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one": (1, ()),
-    "tp2-pp2": (4, (f"{PARALLEL}tensor_model_parallel_size=2", f"{PARALLEL}pipeline_model_parallel_size=2")),
-    "cp2": (2, (f"{PARALLEL}context_parallel_size=2",)),
-}
-LINEAR_CROSS_ENTROPY = "megatron_wrap.model_provider.linear_cross_entropy=true"
-LAYOUTS["tp2-pp2-linear-cross-entropy"] = (4, (*LAYOUTS["tp2-pp2"][1], LINEAR_CROSS_ENTROPY))
+SWITCHES = {"linear": ("megatron_wrap.model_provider.linear_cross_entropy=true",)}
 
 
 MUON = "megatron_lm.train.optimizer."
@@ -29,7 +21,7 @@ def test_steps_of_muon_agree_with_torch_s_on_transformers_matrices(ranks, tmp_pa
     """Fused, sharded matrices on four ranks; both sides iterate in fp32, because bf16 magnifies rounding."""
     folder, steps = runs.make_folder("llama", tmp_path / "folder"), 20
     expected = train_transformers(folder, steps, muon=True)
-    world_size, overrides = LAYOUTS["tp2-pp2"]
+    world_size, overrides = layout("tp2-pp2")
     muon = (f"{MUON}__select__=muon", f"{MUON}muon_ns_dtype=fp32")
     actual = ranks(world_size).run(train_ours, str(folder), (*overrides, *muon), str(tmp_path), steps)[0][0]
     assert expected[-1][0] < 0.97 * expected[0][0]
@@ -39,35 +31,20 @@ def test_steps_of_muon_agree_with_torch_s_on_transformers_matrices(ranks, tmp_pa
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     """theirs(family) -> the folder, and transformers' (loss, norm) of each step."""
-    made: dict[str, tuple[Path, list[tuple[float, float]]]] = {}
-
-    def train(family: str) -> tuple[Path, list[tuple[float, float]]]:
-        if family not in made:
-            folder = runs.make_folder(family, tmp_path_factory.mktemp(family))
-            made[family] = folder, train_transformers(folder, STEPS)
-        return made[family]
-
-    return train
+    return runs.made_once(tmp_path_factory, lambda folder: train_transformers(folder, STEPS))
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        *covering(
-            ((family, layout) for family in ("llama", "qwen3") for layout in ("one", "tp2-pp2", "cp2")),
-            lambda case: axes(case) - {"cp2"},  # test_packed_against_transformers.py has it
-        ),
-        pytest.param("llama", "tp2-pp2-linear-cross-entropy", marks=pytest.mark.matrix),
-        pytest.param("smollm3", "tp2-pp2", marks=pytest.mark.matrix),
-        pytest.param("seed-oss", "cp2", marks=pytest.mark.matrix),
-    ],
-)
-def test_thirty_steps_agree_with_transformers(family, layout, ranks, theirs, tmp_path):
+QUICK = ["llama one", "qwen3 tp2-pp2"]
+
+
+@pytest.mark.parametrize("case", quick([*QUICK, "llama cp2", "smollm3 tp2-pp2-linear", "seed-oss cp2"], QUICK))
+def test_thirty_steps_agree_with_transformers(case, ranks, theirs, tmp_path):
+    family, name = case.split()
     import torch
     from transformers import AutoModelForCausalLM
 
     folder, expected = theirs(family)
-    world_size, overrides = LAYOUTS[layout]
+    world_size, overrides = layout(name, SWITCHES)
     actual, evaluation, _ = ranks(world_size).run(train_ours, str(folder), overrides, str(tmp_path), STEPS)[0]
     assert max(norm for _, norm in expected) > CLIP  # gradients were clipped
     assert expected[-1][0] < 0.9 * expected[0][0]

@@ -3,15 +3,69 @@ number of workers; what workers prepare equals what a step prepares; errors and 
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import _data_runs as runs
+import numpy
 import pytest
-from _checkpoint_runs import TRAIN, in_new_processes
+from _checkpoint_runs import TRAIN, VOCAB, in_new_processes, started
 from _covering import quick
+from _started import refusal_of
 
 from megatron_wrap.testing.ranks import RankError
+
+DATA = "megatron_wrap.data"
+
+
+def write_samples(path: Path, count: int, seed: int, bad_rows: tuple[int, ...] = ()) -> None:
+    """A file of tokenized samples of unequal lengths, each with its number as the first two tokens."""
+    generator = numpy.random.default_rng(seed)
+    with path.open("w") as file:
+        for index in range(count):
+            ids = [seed, index, *generator.integers(0, VOCAB, int(generator.integers(4, 30))).tolist()]
+            sample = json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)})
+            print("not JSON" if index in bad_rows else sample, file=file)
+
+
+def train(
+    folder: Path, overrides: tuple[str, ...], until: int, save_at: int | None = None, die_at: int | None = None
+) -> list[Any]:
+    """Train to iteration `until` with `wrap.batches()`; of each step the samples' numbers, loss and left-out rows. With
+    `die_at`, each rank ends by SIGKILL after that step."""
+    taken = []
+    with started(folder, (f"{TRAIN}.train_iters=30", f"{DATA}.__select__=dataset", *overrides)) as wrap:
+        for batch in wrap.batches():
+            if wrap.iteration == until:
+                break
+            ids = [tuple(sample["input_ids"][:2]) for sample in batch]
+            metrics = wrap.train(batch)
+            taken.append((ids, metrics["loss"], metrics["skipped_samples"]))
+            if wrap.iteration == save_at:
+                wrap.save()
+            if wrap.iteration == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return taken
+
+
+def train_on(folder: Path, overrides: tuple[str, ...], how: str, steps: int) -> list[float]:
+    """The loss of each step on the batches as yielded, on copies of them, or on those of rank 0."""
+    with started(folder, (f"{TRAIN}.train_iters={steps}", f"{DATA}.__select__=dataset", *overrides)) as wrap:
+        rank = wrap.state.parallel.world.rank
+        if how == "rank 0" and rank > 0:
+            return [wrap.train(None)["loss"] for _ in range(steps)]
+        return [wrap.train(list(batch) if how == "copy" else batch)["loss"] for batch in wrap.batches()]
+
+
+def error_of_a_batch(folder: Path, overrides: tuple[str, ...]) -> tuple[str, float]:
+    """The error that a batch raises, and the seconds of the run."""
+    begun = time.monotonic()
+    return refusal_of(train, folder, overrides, 30), time.monotonic() - begun
+
 
 DATA, FLOW = "megatron_wrap.data", "megatron_wrap.flow"
 PACKED = (f"{FLOW}.packing=true", f"{TRAIN}.max_tokens_per_micro_batch=64")
@@ -44,8 +98,6 @@ class Mode:
 MODES = {
     "map": Mode(single_file, (), (1, 2), (2, 0)),
     "streaming": Mode(streaming, (f"{DATA}.shuffle_buffer=16",), (2, 1), (1, 2)),
-    "mixture-skip": Mode(mixture, SKIP, (2, 2), (1, 0)),
-    "packed": Mode(single_file, PACKED, (2, 0), (1, 2)),
     "budget-packed-skip": Mode(mixture, (*PACKED, *BUDGET, *SKIP), (2, 2), (1, 0)),
     "budget-padded": Mode(single_file, BUDGET, (1, 0), (2, 2)),
 }
@@ -53,8 +105,8 @@ MODES = {
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    runs.write_samples(tmp_path / "one.jsonl", 50, seed=1)
-    runs.write_samples(tmp_path / "bad.jsonl", 20, seed=2, bad_rows=(3, 4, 11))
+    write_samples(tmp_path / "one.jsonl", 50, seed=1)
+    write_samples(tmp_path / "bad.jsonl", 20, seed=2, bad_rows=(3, 4, 11))
     return tmp_path
 
 
@@ -68,11 +120,11 @@ def test_a_killed_run_resumes_at_the_next_sample(data: Path, name: str, ranks) -
     mode = MODES[name]
     (before, workers), (after, workers_after) = mode.before, mode.after
     overrides = overrides_of(mode, data, workers)
-    straight = ranks(before).run(runs.train, data / "straight", overrides, 30)
+    straight = ranks(before).run(train, data / "straight", overrides, 30)
     assert all(steps == straight[0] for steps in straight)
     with pytest.raises(RankError):
-        in_new_processes(before, runs.train, data / "killed", overrides, 30, 10, 12)
-    resumed = in_new_processes(after, runs.train, data / "killed", overrides_of(mode, data, workers_after), 30)
+        in_new_processes(before, train, data / "killed", overrides, 30, 10, 12)
+    resumed = in_new_processes(after, train, data / "killed", overrides_of(mode, data, workers_after), 30)
     for steps in resumed:
         assert [ids for ids, _, _ in steps] == [ids for ids, _, _ in straight[0][10:]]
         assert [skipped for _, _, skipped in steps] == [skipped for _, _, skipped in straight[0][10:]]
@@ -91,16 +143,16 @@ def test_a_killed_run_resumes_at_the_next_sample(data: Path, name: str, ranks) -
 )
 def test_a_batch_a_copy_and_the_batches_of_rank_0_give_the_same_bits(data: Path, keys: tuple[str, ...]) -> None:
     overrides = (f"{DATA}.train={single_file(data)}", f"{DATA}.num_workers=1", *keys)
-    yielded = in_new_processes(2, runs.train_on, data / "a", overrides, "yielded", 5)
+    yielded = in_new_processes(2, train_on, data / "a", overrides, "yielded", 5)
     assert len(yielded[0]) == 5
     assert yielded[0] == yielded[1]
     for how in ("copy", "rank 0"):
-        assert in_new_processes(2, runs.train_on, data / how.replace(" ", ""), overrides, how, 5) == yielded
+        assert in_new_processes(2, train_on, data / how.replace(" ", ""), overrides, how, 5) == yielded
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.matrix), 2])
 def test_a_bad_row_ends_the_run_with_its_file_and_line(data: Path, workers: int) -> None:
     overrides = (f"{DATA}.train={data}/bad.jsonl", f"{DATA}.num_workers={workers}", f"{DATA}.shuffle=false")
-    for text, seconds in in_new_processes(2, runs.error_of_a_batch, data / "run", overrides):
+    for text, seconds in in_new_processes(2, error_of_a_batch, data / "run", overrides):
         assert text.startswith(f"{data}/bad.jsonl:4: not JSON")
         assert seconds < 20

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import _model_runs
 import numpy
 import pytest
-from _covering import axes, covering
+from _agreement import assert_like_one_rank
+from _covering import axes, covering, family_and_axes
+from _layouts import OVERLAP, PARALLEL, layout
 
 ARCH = "megatron_lm.model.arch."
-PARALLEL = "megatron_lm.model.parallel."
 RECOMPUTE = "megatron_lm.train.recompute."
 STEPS = 2
 """Of a layout: the loss of the second depends on the update of the first, whose gradients are compared one by one."""
@@ -22,159 +22,72 @@ def _overrides(prefix: str, values: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"{prefix}{key}={text}" for key, text in texts.items())
 
 
-def _layout(**sizes: Any) -> tuple[str, ...]:
-    names = {
-        "tp": "tensor_model_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-        "cp": "context_parallel_size",
-        "sp": "sequence_parallel",
-        "layers_per_chunk": "num_layers_per_virtual_pipeline_stage",
-        "chunks": "virtual_pipeline_model_parallel_size",
-        "first": "decoder_first_pipeline_num_layers",
-        "last": "decoder_last_pipeline_num_layers",
-        "split": "pipeline_model_parallel_layout",
-    }
-    return _overrides(PARALLEL, {names[key]: value for key, value in sizes.items()})
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "tied": {"untie_embeddings_and_output_weights": False},
-    "gpt2": {
-        "position_embedding_type": "learned_absolute",
-        "max_position_embeddings": 40,
-        "normalization": "LayerNorm",
-        "swiglu": False,
-        "openai_gelu": True,
-        "add_bias_linear": True,
-        "untie_embeddings_and_output_weights": False,
-    },
-    "qk-norm": {"qk_layernorm": True, "add_qkv_bias": True, "kv_channels": 12, "num_query_groups": 2},
-    "nemotron": {
-        "normalization": "LayerNorm",
-        "apply_layernorm_1p": True,
-        "swiglu": False,
-        "squared_relu": True,
-        "rotary_percent": 0.5,
-    },
-    "six-layers": {"num_layers": 6},
-    "six-layers-tied": {"num_layers": 6, "untie_embeddings_and_output_weights": False},
-    "unpadded-on-one-rank": {"make_vocab_size_divisible_by": 1},
-}
-
-OVERLAP = (
-    "megatron_lm.train.optimizer.use_distributed_optimizer=true",
-    "megatron_lm.misc.ddp.overlap_grad_reduce=true",
-    "megatron_lm.misc.ddp.overlap_param_gather=true",
-)
+MODELS: dict[str, dict[str, Any]] = _model_runs.ARCHITECTURES["dense"]
+SELECTIVE = (f"{RECOMPUTE}recompute_granularity=selective",)
 FULL = _overrides(
     RECOMPUTE, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 )
-BLOCK = _overrides(RECOMPUTE, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1})
-SELECTIVE = _overrides(RECOMPUTE, {"recompute_granularity": "selective"})
-MODULES = (*SELECTIVE, f"{RECOMPUTE}recompute_modules=[core_attn,mlp,layernorm]")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model in a layout, compared with the same model on one rank."""
-
-    model: str
-    layout: str
-    processes: int
-    overrides: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}-{self.layout}"
-
-
-TP2_SP, PP2, CP2 = _layout(tp=2, sp=True), _layout(pp=2), _layout(cp=2)
-TP2_PP2 = _layout(tp=2, sp=True, pp=2)
-CASES = [
-    *(Case(model, "tp2-sp", 2, TP2_SP) for model in ("tied", "gpt2", "qk-norm", "nemotron", "unpadded-on-one-rank")),
-    *(Case(model, "pp2", 2, PP2) for model in ("tied", "gpt2", "qk-norm")),
-    *(Case(model, "cp2", 2, CP2) for model in ("tied", "gpt2", "qk-norm")),
-    *(Case(model, "tp2-pp2", 4, TP2_PP2) for model in ("tied", "gpt2", "qk-norm")),
-    Case("qk-norm", "tp2", 2, _layout(tp=2, sp=False)),
-    Case("tied", "pp2-vpp2", 2, _layout(pp=2, layers_per_chunk=1)),
-    Case("gpt2", "dp2-overlap", 2, OVERLAP),
-    Case("tied", "pp2-overlap", 4, (*PP2, *OVERLAP)),
-    # 301 rows on four ranks of 128 rows: the third has some padding, the fourth only padding
-    Case("llama", "tp4", 4, _layout(tp=4, sp=True)),
-    Case("llama", "pp2-first-1", 2, _layout(pp=2, first=1)),
-    Case("tied", "pp2-last-1", 2, _layout(pp=2, last=1)),
-    Case("six-layers", "pp2-vpp2-first-2", 2, _layout(pp=2, chunks=2, first=2)),
-    Case("six-layers-tied", "pp4-first-1-last-1", 4, _layout(pp=4, first=1, last=1)),
-    Case("gpt2", "pp2-uneven", 2, _layout(pp=2, split="Et*3|tL")),
-    Case("six-layers", "pp2-vpp2-uneven", 2, _layout(pp=2, split="Et|t*2|t|t*2L")),
-    Case("six-layers-tied", "pp4-by-cost", 4, _layout(pp=4)),
-    Case("llama", "dp2-overlap", 2, OVERLAP),
-    Case("llama", "tp2-dp2-overlap", 4, (*TP2_SP, *OVERLAP)),
-    Case("llama", "pp2-vpp2-dp2-overlap", 4, (*_layout(pp=2, layers_per_chunk=1), *OVERLAP)),
-    Case("llama", "cp2-overlap", 2, (*CP2, *OVERLAP)),
-    Case("llama", "recompute-full", 1, FULL),
-    Case("llama", "recompute-modules", 1, MODULES),
-    Case("llama", "tp2-sp-recompute-full", 2, (*TP2_SP, *FULL)),
-    Case(
-        "llama",
-        "tp2-recompute-split-activations",
-        2,
-        (*_layout(tp=2, sp=False), *FULL, f"{RECOMPUTE}distribute_saved_activations=true"),
+SWITCHES = {
+    "full": FULL,
+    "split_activations": (*FULL, f"{RECOMPUTE}distribute_saved_activations=true"),
+    "block": _overrides(
+        RECOMPUTE, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     ),
-    Case("llama", "tp2-sp-recompute-selective", 2, (*TP2_SP, *SELECTIVE)),
-    Case("llama", "pp2-recompute-block", 2, (*PP2, *BLOCK)),
-    Case("llama", "cp2-recompute-modules", 2, (*CP2, *MODULES)),
+    "selective": SELECTIVE,
+    "modules": (*SELECTIVE, f"{RECOMPUTE}recompute_modules=[core_attn,mlp,layernorm]"),
+    "uneven": (f"{PARALLEL}pipeline_model_parallel_layout=Et*3|tL",),
+    "uneven_chunks": (f"{PARALLEL}pipeline_model_parallel_layout=Et|t*2|t|t*2L",),
+}
+"""Parts of names of layouts: kinds of recomputation, and splits of the pipeline."""
+CASES = [
+    *((model, name) for name in ("tp2", "pp2", "cp2", "tp2-pp2") for model in ("tied", "gpt2", "qk-norm")),
+    *(("nemotron", "tp2"), ("unpadded-on-one-rank", "tp2"), ("qk-norm", "tp2-nosp"), ("tied", "pp2-vpp2")),
+    *(("gpt2", "dp2-overlap"), ("tied", "pp2-dp2-overlap")),
+    # 301 rows on four ranks of 128 rows: the third has some padding, the fourth only padding
+    ("llama", "tp4"),
+    *(("llama", "pp2-first1"), ("tied", "pp2-last1"), ("six-layers", "pp2-vpp2-first2")),
+    *(("six-layers-tied", "pp4-first1-last1"), ("gpt2", "pp2-uneven"), ("six-layers", "pp2-uneven_chunks")),
+    ("six-layers-tied", "pp4"),  # split by cost
+    *(("llama", name) for name in ("dp2-overlap", "tp2-dp2-overlap", "pp2-vpp2-dp2-overlap", "cp2-overlap")),
+    *(("llama", name) for name in ("one-full", "one-modules", "tp2-full", "tp2-nosp-split_activations")),
+    *(("llama", name) for name in ("tp2-selective", "pp2-block", "cp2-modules")),
 ]
+"""A model, and the name of a layout."""
+
+
+def _run(model: str, name: str, *overrides: str, lone_token: bool = False, steps: int = 3) -> tuple[int, Any]:
+    """Number of processes, and what they run."""
+    processes, of_layout = layout(name, SWITCHES)
+    arguments = (*_overrides(ARCH, MODELS[model]), *of_layout, *overrides), lone_token, steps
+    return processes, (_model_runs.train, *arguments)
+
+
+def _of_all_ranks(ranks: Any, *case: str, **options: Any) -> dict[str, Any]:
+    """Results of a layout, checked to be the same on each rank."""
+    processes, run = _run(*case, **options)
+    of_ranks = ranks(processes).run(*run)
+    for other in of_ranks[1:]:
+        assert {**other, "embeddings": [], "gradients": {}} == {**of_ranks[0], "embeddings": [], "gradients": {}}
+    return of_ranks[0]
 
 
 @pytest.fixture(scope="module")
-def one_rank(ranks, tmp_path_factory):
-    """one_rank(model, *overrides) -> results of one rank; each is trained once."""
-    actual: dict[tuple[Any, ...], dict[str, Any]] = {}
-
-    def train(model: str, *overrides: str, lone_token: bool = False) -> dict[str, Any]:
-        key = (model, lone_token, *overrides)
-        if key not in actual:
-            arguments = ((*_overrides(ARCH, MODELS[model]), *overrides), str(tmp_path_factory.mktemp("one")))
-            (actual[key],) = ranks(1).run(_model_runs.train, *arguments, lone_token)
-        return actual[key]
-
-    return train
+def one_rank(on_one_rank):
+    """one_rank(model, *overrides) -> results of one rank."""
+    return lambda model, *overrides, **options: on_one_rank(*_run(model, "one", *overrides, **options)[1])
 
 
-def _of_all_ranks(
-    ranks: Any, case: Case, folder: Any, *overrides: str, lone_token: bool = False, steps: int = 3
-) -> dict[str, Any]:
-    """Results of a layout, checked to be the same on each rank; with the digests of every copy of the embedding, and
-    unsharded gradients."""
-    arguments = ((*_overrides(ARCH, MODELS[case.model]), *case.overrides, *overrides), str(folder))
-    of_ranks = ranks(case.processes).run(_model_runs.train, *arguments, lone_token, steps)
-    embeddings = [of_rank.pop("embeddings") for of_rank in of_ranks]
-    gradients = [of_rank.pop("gradients") for of_rank in of_ranks]
-    for other in of_ranks[1:]:
-        assert other == of_ranks[0]
-    return {**of_ranks[0], "embeddings": embeddings, "gradients": gradients[0]}
-
-
-@pytest.mark.parametrize("case", covering(CASES))
-def test_a_model_trains_like_one_rank(case: Case, one_rank, ranks, tmp_path):
-    expected = one_rank(case.model)
-    actual = _of_all_ranks(ranks, case, tmp_path, steps=STEPS)
-    assert actual["initial"] == expected["initial"]  # digests of all bits
-    for name in ("losses", "grad_norms"):
-        assert len(actual[name]) == STEPS
-        numpy.testing.assert_allclose(actual[name], expected[name][:STEPS], rtol=1e-5)
-    assert actual["gradients"].keys() == expected["gradients"].keys()
-    for name, gradient in expected["gradients"].items():
-        difference = numpy.linalg.norm(actual["gradients"][name] - gradient)
-        assert difference <= 1e-5 * numpy.linalg.norm(gradient), name
-    if "tp2" not in case.layout and "tp4" not in case.layout:
+@pytest.mark.parametrize(("model", "name"), covering(CASES, family_and_axes))
+def test_a_model_trains_like_one_rank(model: str, name: str, one_rank, ranks):
+    processes, run = _run(model, name, steps=STEPS)
+    of_ranks = ranks(processes).run(*run)
+    assert_like_one_rank(of_ranks, one_rank(model, steps=STEPS), 1e-5)
+    if "tp" not in name:
         # the embedding's copies on the first and the last stage and on all replicas are equal after training
-        assert len({digest for of_rank in actual["embeddings"] for digest in of_rank}) == 1
-        tied = not MODELS[case.model].get("untie_embeddings_and_output_weights", True)
-        stages = 2 if tied and "pp" in case.layout else 1
-        assert sum(map(len, actual["embeddings"])) >= stages
+        embeddings = [digest for of_rank in of_ranks for digest in of_rank["embeddings"]]
+        tied = not MODELS[model].get("untie_embeddings_and_output_weights", True)
+        assert len(set(embeddings)) == 1
+        assert len(embeddings) >= (2 if tied and "pp" in name else 1)
 
 
 def test_another_seed_gives_other_weights(one_rank):
@@ -183,34 +96,28 @@ def test_another_seed_gives_other_weights(one_rank):
     assert same == {name for name in usual if "layernorm" in name or name.endswith("bias")}
 
 
-HALF_LAYOUTS = [
-    Case("tied", "dp2", 2, ()),
-    Case("tied", "tp2-sp", 2, TP2_SP),
-    Case("tied", "pp2", 2, PP2),
-    Case("tied", "cp2", 2, CP2),
-    Case("tied", "dp2-overlap", 2, OVERLAP),
-]
+HALF_LAYOUTS = ["dp2", "tp2", "pp2", "cp2", "dp2-overlap"]
 BF16 = ("megatron_lm.train.dtype.bf16=true",)
 FP16 = _overrides(
     "megatron_lm.train.dtype.", {"fp16": True, "hysteresis": 1, "loss_scale_window": 2, "initial_loss_scale": 2.0**16}
 )
 
 
-@pytest.mark.parametrize("case", covering(HALF_LAYOUTS, lambda case: axes(case) - {"pp2", "overlap"}))
-def test_bf16_trains_the_same_on_every_layout(case: Case, one_rank, ranks, tmp_path):
-    expected, exact = one_rank(case.model, *BF16), one_rank(case.model)
-    actual = _of_all_ranks(ranks, case, tmp_path, *BF16)
+@pytest.mark.parametrize("name", covering(HALF_LAYOUTS, lambda name: axes(name) - {"pp2", "overlap"}))
+def test_bf16_trains_the_same_on_every_layout(name: str, one_rank, ranks):
+    expected, exact = one_rank("tied", *BF16), one_rank("tied")
+    actual = _of_all_ranks(ranks, "tied", name, *BF16)
     assert actual["initial"] == expected["initial"] != exact["initial"]
     for reference in (expected, exact):
         numpy.testing.assert_allclose(actual["losses"], reference["losses"], rtol=5e-3)
         numpy.testing.assert_allclose(actual["grad_norms"], reference["grad_norms"], rtol=0.1)
 
 
-@pytest.mark.parametrize("case", covering(HALF_LAYOUTS, lambda case: axes(case) - {"tp2", "sp", "cp2"}))
-def test_fp16_skips_an_overflow_on_all_ranks(case: Case, one_rank, ranks, tmp_path):
+@pytest.mark.parametrize("name", covering(HALF_LAYOUTS, lambda name: axes(name) - {"tp2", "cp2"}))
+def test_fp16_skips_an_overflow_on_all_ranks(name: str, one_rank, ranks):
     """The second step overflows on some ranks: all skip it and halve the scale, which doubles after two good steps."""
-    expected = one_rank(case.model, *FP16, lone_token=True)
-    actual = _of_all_ranks(ranks, case, tmp_path, *FP16, lone_token=True)
+    expected = one_rank("tied", *FP16, lone_token=True)
+    actual = _of_all_ranks(ranks, "tied", name, *FP16, lone_token=True)
     assert expected["skipped"] == [0, 1, 1, 1]
     for key in ("initial", "skipped", "samples", "changed", "loss_scales"):
         assert actual[key] == expected[key], key
@@ -231,6 +138,5 @@ def test_fp16_trains_like_fp32(one_rank):
     numpy.testing.assert_allclose(half["grad_norms"], exact["grad_norms"], rtol=0.1)
 
 
-def test_a_run_that_gathers_parameters_in_the_forward_pass_is_freed(ranks, tmp_path):
-    overrides = (*OVERLAP, f"megatron_wrap.logger.output_dir={tmp_path}")
-    assert ranks(2).run(_model_runs.is_freed, overrides) == [True, True]
+def test_a_run_that_gathers_parameters_in_the_forward_pass_is_freed(ranks):
+    assert ranks(2).run(_model_runs.is_freed, OVERLAP) == [True, True]

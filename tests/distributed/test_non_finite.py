@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import _engine_runs as runs
 import pytest
-from _checkpoint_runs import BF16, DISTRIBUTED, EXPERTS, FP16, OVERLAP
+from _checkpoint_runs import BF16, EXPERTS, FP16
 from _covering import covering
 from _engine_runs import options
+from _layouts import layout
 
 NO_CLIPPING = ("megatron_lm.train.optimizer.clip_grad=0.0",)
 LOW_SCALE = ("megatron_lm.train.dtype.initial_loss_scale=16",)  # low enough that a normal step does not overflow
 UNCHECKED = ("megatron_lm.train.common.check_for_nan_in_loss_and_grad=false",)
 FUSED = ("megatron_lm.train.optimizer.fused_clipping=true",)  # the device decides, before the host knows the loss
 
-RUNS = {
-    "one": (1, ()),
-    "one-fused": (1, FUSED),
-    "one-bf16-unclipped": (1, (*BF16, *NO_CLIPPING)),
-    "one-experts-unclipped": (
-        1,
-        (*EXPERTS, *NO_CLIPPING, *FUSED),
-    ),  # two optimizers, and expert biases that are updated without a gradient
-    "dp2": (2, ()),
-    "dp2-distributed-overlap-bf16": (2, (*DISTRIBUTED, *OVERLAP, *BF16, *FUSED)),
-    "dp2-distributed-experts": (2, (*DISTRIBUTED, *EXPERTS)),
-    "pp2-unclipped": (2, (*options(pp=2), *NO_CLIPPING)),
-    "tp2-sp": (2, options(tp=2, sp=True)),
-    "cp2-distributed": (2, (*options(cp=2), *DISTRIBUTED)),
-}
+SWITCHES = {"bf16": BF16, "unclipped": NO_CLIPPING, "fused": FUSED, "experts": EXPERTS}
+RUNS = (
+    *("one", "one-fused", "one-bf16-unclipped"),
+    "one-experts-unclipped-fused",  # two optimizers, and expert biases that are updated without a gradient
+    *("dp2", "dp2-overlap-bf16-fused", "dp2-dopt-experts", "pp2-unclipped", "tp2", "cp2-dopt"),
+)
 
 
 @pytest.mark.parametrize("name", covering(RUNS))
 def test_a_rejected_step_leaves_the_state_unchanged(name: str, ranks) -> None:
-    world_size, overrides = RUNS[name]
+    world_size, overrides = layout(name, SWITCHES)
     samples = runs.weighted_samples(16)
     result = ranks(world_size).run(runs.poisoned, (*options("Poisoned"), *overrides), samples, ("loss", "gradient"))
     for of_rank in result:

@@ -3,6 +3,7 @@ sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,61 @@ import _bridge_runs as runs
 import numpy
 import pytest
 from _covering import covering
-from _packed_logits import packed_logits_and_loss
+from _layouts import PACKED as PACKED_ROWS
+from _layouts import layout
+from _started import from_folder
 
-PARALLEL = "megatron_lm.model.parallel."
+
+def packed_logits_and_loss(
+    folder: str, overrides: Sequence[str], samples: Sequence[Any], outputs: str
+) -> tuple[list[tuple[int, int, Any]], list[int], float]:
+    """Start from a Hugging Face folder with packing, run the samples forward as one step cuts them, then train on them.
+
+    Returns:
+        on the last pipeline stage (sample, position, logits [V]) of each of this rank's tokens, without padding; the
+        number of sequences in each row; the loss of the step.
+    """
+    import torch
+
+    from megatron_wrap.engine.batches.context_parallel_shard import PACKED
+    from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
+    from megatron_wrap.engine.step_inputs import replica_micro_batches
+    from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS
+
+    with from_folder(folder, (*overrides, *PACKED_ROWS), outputs) as wrap:
+        state = wrap.state
+        micro_batches = replica_micro_batches(state, samples).training
+
+        def stored(micro_batch: Any, output: Any) -> Any:
+            lengths = micro_batch.loss_inputs[SEQUENCE_LENGTHS]
+            sequences = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            positions = micro_batch.model_inputs[PACKED].positions
+            return [
+                (int(sequence), int(position), logits[: runs.VOCAB].numpy())
+                for sequence, position, logits in zip(sequences, positions, output[0].float(), strict=True)
+                if sequence < len(micro_batch.lengths) and position < micro_batch.lengths[sequence]
+            ]
+
+        with evaluation_mode(state):
+            local = state.localization.localize(micro_batches)
+            rows = state.pipeline_schedule.forward(state.chunks, local, stored)
+        # a row's sequences are in the order of collation, and the first token of each sample is its number
+        numbers = [_numbers(micro_batch) for micro_batch in micro_batches]
+        tokens = [
+            (numbers[row][sequence], position, logits)
+            for row, result in enumerate(rows)
+            for sequence, position, logits in result
+        ]
+        return tokens, [len(of_micro_batch) for of_micro_batch in numbers], wrap.train(samples)["loss"]
+
+
+def _numbers(micro_batch: Any) -> list[int]:
+    starts = [sum(micro_batch.segments[:index]) for index in range(len(micro_batch.segments))]
+    return micro_batch.model_inputs["input_ids"][0, starts].tolist()
+
+
 TRAIN = "megatron_lm.train.common."
 SETTINGS = (f"{TRAIN}global_batch_size=8", f"{TRAIN}micro_batch_size=2")
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one": (1, ()),
-    "cp2": (2, (f"{PARALLEL}context_parallel_size=2",)),
-    "pp2": (2, (f"{PARALLEL}pipeline_model_parallel_size=2",)),
-}
 COUNT = 8
 
 
@@ -57,11 +103,11 @@ def theirs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), covering((family, layout) for family in ("llama", "qwen3") for layout in LAYOUTS)
+    ("family", "name"), covering((family, name) for family in ("llama", "qwen3") for name in ("one", "cp2", "pp2"))
 )
-def test_packed_rows_agree_with_separate_sequences_of_transformers(family, layout, ranks, theirs, tmp_path):
+def test_packed_rows_agree_with_separate_sequences_of_transformers(family, name, ranks, theirs, tmp_path):
     folder, (expected, loss) = theirs(family)
-    world_size, overrides = LAYOUTS[layout]
+    world_size, overrides = layout(name)
     by_rank = ranks(world_size).run(
         packed_logits_and_loss, str(folder), [*SETTINGS, *overrides], samples(), str(tmp_path)
     )

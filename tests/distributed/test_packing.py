@@ -4,28 +4,15 @@ budget of tokens."""
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
+from _agreement import assert_layouts_agree
 from _covering import covering
 from layout_runs import token_samples
 
-from megatron_wrap.testing import check_parity
-
-CONFIG = Path(__file__).parent / "layouts.yaml"
 LAYOUTS = (
-    "packed",
-    "packed-padded",
-    "packed-tp2-sp",
-    "packed-pp2",
-    "packed-pp2-vpp2",
-    "packed-cp2",
-    "packed-tp2-sp-cp2",
-    "packed-pp2-cp2",
-    "packed-dp2-dopt",
-    "packed-token-budget",
-    "token-budget",
-    "token-budget-cp2",
+    *("packed", "packed-padded", "packed-tp2-sp", "packed-pp2", "packed-pp2-vpp2", "packed-cp2", "packed-tp2-sp-cp2"),
+    *("packed-pp2-cp2", "packed-dp2-dopt", "packed-token-budget", "token-budget", "token-budget-cp2"),
     "token-budget-tp2-sp-dp2",
 )
 WITH_EXPERTS = ("packed-ep2", "packed-cp2-ep2", "token-budget-ep2")
@@ -75,21 +62,13 @@ def groups() -> list[tuple[str, str, str]]:
 )
 def test_packed_equals_unpacked(flow, model, layouts, ranks):
     arch, overrides = MODELS[model]
-    report = check_parity(
-        CONFIG,
-        [
-            f"megatron_wrap.flow.__select__={flow}",
-            f"megatron_lm.model.arch.__select__={arch}",
-            "megatron_lm.model.arch.vocab_size=4096",
-            *([] if flow == "gpt_sft" else ["megatron_wrap.models.reference=copy"]),
-            *(f"megatron_lm.model.arch.{override}" for override in overrides),
-        ],
-        samples=samples(flow),
-        layouts=layouts.split("+"),
-        steps=1,
-        ranks=ranks,
+    settings = (
+        f"megatron_wrap.flow.__select__={flow}",
+        f"megatron_lm.model.arch.__select__={arch}",
+        "megatron_lm.model.arch.vocab_size=4096",
+        *([] if flow == "gpt_sft" else ["megatron_wrap.models.reference=copy"]),
+        *(f"megatron_lm.model.arch.{override}" for override in overrides),
     )
-    ran = [row for row in report.rows if row.agrees is not None]
-    assert len(ran) == len(report.rows), report.table()
-    assert max(row.objective_difference for row in ran) <= 1e-6, report.table()
-    assert max(row.gradient_difference for row in ran) <= 1e-5, report.table()
+    report = assert_layouts_agree(ranks, layouts.split("+"), settings, samples(flow))
+    assert max(row.objective_difference for row in report.rows) <= 1e-6, report.table()
+    assert max(row.gradient_difference for row in report.rows) <= 1e-5, report.table()

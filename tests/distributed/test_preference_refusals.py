@@ -6,9 +6,10 @@ import json
 import re
 
 import _dpo_runs as runs
-import _reference_runs as seconds
 import pytest
-from _dpo_runs import COPY, TRAIN
+from _dpo_runs import COPY, REFERENCE, TRAIN
+from _started import refusal_of
+from _trl_runs import word_tokenizer
 
 GOOD = {"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9]}
 ANSWER = {"prompt_ids": [5, 6], "completion_ids": [7, 8], "label": True}
@@ -32,7 +33,7 @@ def test_a_wrong_sample_is_named(ranks, tmp_path, case):
     file = tmp_path / "samples.jsonl"
     file.write_text("".join(json.dumps(sample) + "\n" for sample in [good] * 5 + [wrong] + [good] * 2))
     data = (f"{DATA}.__select__=jsonl", f"{DATA}.train={file}", f"{DATA}.shuffle=false", f"{TRAIN}.train_iters=2")
-    message = ranks(1).run(seconds.refusal_of_batches, (*selected, *data))[0]
+    message = ranks(1).run(refusal_of, runs.train_on_own_data, (*selected, *data))[0]
     assert named in message
     assert f"{file}:6" in message
 
@@ -49,17 +50,12 @@ def test_an_unknown_loss_type_is_named_with_what_is_possible(ranks, flow, meant)
 @pytest.mark.transformers
 def test_a_reference_with_another_tokenizer_is_refused(ranks, tmp_path):
     """Two vocabularies of the same size, in which two tokens have each other's id."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     words = {f"w{number}": number for number in range(runs.VOCAB)}
     for name, vocabulary in (("here", words), ("there", {**words, "w7": 8, "w8": 7})):
-        made = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w1")
-        ranks(1).run(seconds.export, str(tmp_path / name))
-        tokenizer.save_pretrained(tmp_path / name)
+        ranks(1).run(runs.export, str(tmp_path / name))
+        word_tokenizer(vocabulary, pad_token="w0", eos_token="w1").save_pretrained(tmp_path / name)
     for name, ends in (("there", "token 'w7' has the id 8 there and 7 here"), ("here", "no error")):
-        overrides = (f"{DATA}.tokenizer={tmp_path}/here", f"{seconds.REFERENCE}={{hf_path: {tmp_path}/{name}}}")
+        overrides = (f"{DATA}.tokenizer={tmp_path}/here", f"{REFERENCE}={{hf_path: {tmp_path}/{name}}}")
         message = ranks(1).run(runs.refusal, (f"{DATA}.__select__=none", *overrides), runs.pairs(4))[0]
         assert ends in message
-        assert name == "here" or f"{seconds.REFERENCE}: " in message
+        assert name == "here" or f"{REFERENCE}: " in message

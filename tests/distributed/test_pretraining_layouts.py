@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from megatron_wrap.testing import check_parity
+from _agreement import assert_layouts_agree
+from _covering import quick
 
 RUNS = Path(__file__).parents[2] / "configs/pretraining"
 DATA, ARCH = "megatron_wrap.data", "megatron_lm.model.arch"
@@ -26,14 +26,9 @@ ALWAYS = ("gpt3-175b",)
 """The others have axes that these and other files' tests cover."""
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=() if run in ALWAYS else pytest.mark.matrix) for run in SHAPES]
-)
+@pytest.mark.parametrize("run", quick(SHAPES, ALWAYS))
 def test_a_run_trains_in_its_layout_s_shape_like_one_process(run, ranks, tmp_path):
     generated = (f"{DATA}.train=null", f"{DATA}.split=null", f"{DATA}.mock_data=true", f"{DATA}.cache_dir={tmp_path}")
     small = (f"{ARCH}.vocab_size=512", f"{DATA}.eod_token=1")
     short = ("megatron_lm.train.common.train_iters=4", "megatron_lm.train.learning-rate.lr_warmup_iters=0")
-    report = check_parity(
-        str(RUNS / f"{run}.yaml"), [*generated, *small, *short], layouts=SHAPES[run], steps=1, ranks=ranks
-    )
-    assert [row.layout for row in report.rows if row.agrees] == list(SHAPES[run]), str(report)
+    assert_layouts_agree(ranks, SHAPES[run], (*generated, *small, *short), None, RUNS / f"{run}.yaml")

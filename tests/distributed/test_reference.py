@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 
 import _dpo_runs as runs
-import _reference_runs as seconds
 import numpy
 import pytest
-from _checkpoint_runs import BF16, CP2, DROPOUT, PP2, TP2, in_new_processes
+from _checkpoint_runs import BF16, DROPOUT, TP2, in_new_processes
 from _covering import quick
-from _dpo_runs import COPY, TRAIN
-from _reference_runs import REFERENCE
+from _dpo_runs import COPY, REFERENCE, TRAIN
+from _layouts import layout
+from _started import refusal_of
 
 ONE_EACH = f"{TRAIN}.micro_batch_size=1"
 ROUNDING = 3e-6
 """Rounding error of a margin: log-probabilities near -120 have an ulp of 7.6e-6 in fp32; four of them times beta."""
 STEPS = 2
 """Of runs that are compared with another layout: each update of Adam adds to the differences by rounding."""
-PACKED = ("megatron_wrap.flow.packing=true",)
 EXPERTS = (
     *("megatron_lm.model.arch.num_experts=4", "megatron_lm.model.arch.moe_router_topk=2"),
     "megatron_wrap.logger.add_expert_load_to_metrics=true",
@@ -30,7 +29,7 @@ EXPERTS = (
 def first_weights(ranks, tmp_path_factory):
     """A Hugging Face folder of the policy's first weights."""
     folder = tmp_path_factory.mktemp("first") / "hf"
-    ranks(1).run(seconds.export, str(folder))
+    ranks(1).run(runs.export, str(folder))
     return folder
 
 
@@ -38,7 +37,7 @@ def first_weights(ranks, tmp_path_factory):
 def smaller(ranks, tmp_path_factory):
     """A Hugging Face folder of another architecture."""
     folder = tmp_path_factory.mktemp("smaller") / "hf"
-    ranks(1).run(seconds.export, str(folder), seconds.SMALLER)
+    ranks(1).run(runs.export, str(folder), runs.SMALLER)
     return folder
 
 
@@ -48,7 +47,7 @@ def test_equal_weights_from_a_folder_or_on_the_host_give_equal_steps(ranks, firs
         assert ranks(1).run(runs.train, (f"{REFERENCE}={reference}",), runs.pairs(), 4)[0] == expected, reference
 
 
-LAYOUTS = {"one-rank": (1, ()), "tp2-sp": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2), "packed": (1, PACKED)}
+LAYOUTS = ("one", "tp2", "pp2", "cp2", "one-packed")
 
 
 @pytest.fixture(scope="module")
@@ -57,47 +56,47 @@ def of_smaller(ranks, smaller):
     return ranks(1).run(runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}",), runs.pairs(), STEPS)[0]
 
 
-@pytest.mark.parametrize("name", quick(LAYOUTS, ("tp2-sp", "pp2")))
+@pytest.mark.parametrize("name", quick(LAYOUTS, ("tp2", "pp2")))
 def test_a_reference_of_another_architecture(ranks, smaller, of_smaller, name):
-    processes, layout = LAYOUTS[name]
+    processes, of_layout = layout(name)
     override = f"{REFERENCE}={{hf_path: {smaller}, offload: true}}"
-    actual = ranks(processes).run(runs.train, (override, *layout, ONE_EACH), runs.pairs(), STEPS)[0]
+    actual = ranks(processes).run(runs.train, (override, *of_layout, ONE_EACH), runs.pairs(), STEPS)[0]
     assert abs(actual[0]["rewards/chosen"]) > 1e-3  # the models differ from the first step on
     for ours, theirs in zip(actual, of_smaller, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=ROUNDING)
 
 
-@pytest.mark.parametrize("name", quick(LAYOUTS, ("cp2", "packed")))
+@pytest.mark.parametrize("name", quick(LAYOUTS, ("cp2", "one-packed")))
 def test_precomputed_outputs_equal_the_live_model(ranks, smaller, of_smaller, tmp_path, name):
-    processes, layout = LAYOUTS[name]
+    processes, of_layout = layout(name)
     keys = f"hf_path: {smaller}, precomputed: {tmp_path}/outputs"
-    overrides = (f"{REFERENCE}={{{keys}}}", *layout, ONE_EACH)
-    stored = ranks(processes).run(seconds.precompute, overrides, [*runs.pairs(), *runs.pairs(3)], tmp_path / "outputs")
+    overrides = (f"{REFERENCE}={{{keys}}}", *of_layout, ONE_EACH)
+    stored = ranks(processes).run(runs.precompute, overrides, [*runs.pairs(), *runs.pairs(3)], tmp_path / "outputs")
     assert stored == [40] * processes  # a sample that comes again is stored once
     actual = ranks(processes).run(runs.train, overrides, runs.pairs(), STEPS)[0]
     live = ranks(processes).run(
-        runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}", *layout, ONE_EACH), runs.pairs(), STEPS
+        runs.train, (f"{REFERENCE}={{hf_path: {smaller}}}", *of_layout, ONE_EACH), runs.pairs(), STEPS
     )
     # packed, the command's micro-batches are others than those of training, so logits are rounded differently
-    loss_rounding = ROUNDING if layout is PACKED else 0.0
+    loss_rounding = ROUNDING if "packed" in name else 0.0
     for ours, theirs in zip(actual, live[0], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6, abs=loss_rounding)
         assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
 
 
-@pytest.mark.parametrize("name", [pytest.param("tp2-sp", marks=pytest.mark.matrix), "packed"])
+@pytest.mark.parametrize("name", quick(("tp2", "one-packed"), ("one-packed",)))
 def test_precomputed_outputs_of_the_kl_estimate(ranks, first_weights, tmp_path, name):
     """In the order of the batches in which they were computed they equal the live model; in another order each prompt
     keeps its answer."""
-    processes, layout = LAYOUTS[name]
+    processes, of_layout = layout(name)
     samples = [
         {"prompt_ids": pair["prompt_ids"], "completion_ids": pair["chosen_ids"], "label": index % 3 > 0}
         for index, pair in enumerate(runs.pairs(8))
     ]
-    overrides = ("megatron_wrap.flow.__select__=gpt_kto", *seconds.SMALLER, *layout, ONE_EACH)
+    overrides = ("megatron_wrap.flow.__select__=gpt_kto", *runs.SMALLER, *of_layout, ONE_EACH)
     live = (f"{REFERENCE}={{hf_path: {first_weights}}}", *overrides)
     stored = (f"{REFERENCE}={{hf_path: {first_weights}, precomputed: {tmp_path}/outputs}}", *overrides)
-    assert ranks(processes).run(seconds.precompute, stored, samples, tmp_path / "outputs") == [8] * processes
+    assert ranks(processes).run(runs.precompute, stored, samples, tmp_path / "outputs") == [8] * processes
     expected = ranks(processes).run(runs.train, live, samples, 2)[0]
     actual = ranks(processes).run(runs.train, stored, samples, 2)[0]
     assert expected[0]["kl"] > 1e-3
@@ -111,7 +110,7 @@ def test_precomputed_outputs_of_the_kl_estimate(ranks, first_weights, tmp_path, 
 def test_wrong_precomputed_outputs_are_refused(ranks, tmp_path):
     overrides = (f"{REFERENCE}={{precomputed: {tmp_path}/outputs}}",)
     assert "no precomputed outputs" in ranks(1).run(runs.refusal, overrides)[0]
-    ranks(1).run(seconds.precompute, overrides, runs.pairs()[1:], tmp_path / "outputs")
+    ranks(1).run(runs.precompute, overrides, runs.pairs()[1:], tmp_path / "outputs")
     message = ranks(1).run(runs.refusal, overrides, runs.pairs())[0]
     assert json.dumps(runs.pairs()[0])[:40] in message
     file = tmp_path / "pairs.jsonl"
@@ -121,7 +120,7 @@ def test_wrong_precomputed_outputs_are_refused(ranks, tmp_path):
         f"megatron_wrap.data.train={file}",
         "megatron_wrap.data.shuffle=false",
     )
-    assert f"{file}:40" in ranks(1).run(seconds.refusal_of_batches, (*overrides, *data))[0]
+    assert f"{file}:40" in ranks(1).run(refusal_of, runs.train_on_own_data, (*overrides, *data))[0]
     message = ranks(1).run(runs.refusal, (*overrides, f"{TRAIN}.seq_length=32"), runs.pairs())[0]
     assert "seq_length: 40 there and 32 here" in message
 
@@ -132,11 +131,7 @@ def test_a_checkpoint_as_reference(ranks, tmp_path):
     overrides = (f"{REFERENCE}={{checkpoint: {tmp_path}, offload: true}}",)
     actual = ranks(1).run(runs.train, overrides, runs.pairs(), 3)[0]
     outputs = ranks(1).run(runs.outputs, (f"{TRAIN}.load={tmp_path}", f"{TRAIN}.finetune=true"), runs.pairs())[0]
-    samples = [
-        {**pair, **{f"reference_{name}": value for name, value in of_pair.items()}}
-        for pair, of_pair in zip(runs.pairs(), outputs, strict=True)
-    ]
-    expected = ranks(1).run(runs.train, (), samples, 3)[0]
+    expected = ranks(1).run(runs.train, (), runs.with_reference(outputs), 3)[0]
     assert abs(actual[0]["rewards/chosen"]) > 1e-3
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=ROUNDING)
@@ -155,12 +150,14 @@ def test_a_damaged_checkpoint_as_reference_is_named_with_the_newest_whole_one(ra
 
 
 def test_a_reference_follows_the_policy(ranks):
-    copied = ranks(1).run(seconds.weights, (f"{REFERENCE}={{copy: true, refresh_interval: 2}}",), runs.pairs(), 4)[0]
+    copied = ranks(1).run(
+        runs.policy_and_reference, (f"{REFERENCE}={{copy: true, refresh_interval: 2}}",), runs.pairs(), 4
+    )[0]
     for step, of_policy in enumerate([0, 0, 2, 2, 4]):
         assert numpy.array_equal(copied[step][1], copied[of_policy][0]), step
     for more in ((), (*BF16, *EXPERTS)):
         overrides = (f"{REFERENCE}={{copy: true, ema_decay: 0.75, offload: true}}", *more)
-        averaged = ranks(1).run(seconds.weights, overrides, runs.pairs(), 3)[0]
+        averaged = ranks(1).run(runs.policy_and_reference, overrides, runs.pairs(), 3)[0]
         expected = averaged[0][0].astype(numpy.float64)
         for policy, reference in averaged[1:]:
             expected = 0.75 * expected + 0.25 * policy
@@ -169,16 +166,17 @@ def test_a_reference_follows_the_policy(ranks):
 
 
 FOLLOWING = {
-    "one-rank, copy": (1, (), "{copy: true, refresh_interval: 3}"),
-    "tp2-sp, average": (2, TP2, "{copy: true, ema_decay: 0.9, refresh_interval: 2}"),
-    "one-rank, bf16, average": (1, BF16, "{copy: true, ema_decay: 0.9, offload: true}"),
+    "one": "{copy: true, refresh_interval: 3}",
+    "tp2": "{copy: true, ema_decay: 0.9, refresh_interval: 2}",
+    "one-bf16": "{copy: true, ema_decay: 0.9, offload: true}",
 }
+"""Layout -> reference."""
 
 
-@pytest.mark.parametrize("name", quick(FOLLOWING, ("one-rank, bf16, average",)))
+@pytest.mark.parametrize("name", quick(FOLLOWING, ("one-bf16",)))
 def test_a_following_reference_resumes_bit_for_bit(tmp_path, name):
-    processes, layout, reference = FOLLOWING[name]
-    overrides = (f"{REFERENCE}={reference}", *layout, *DROPOUT, f"{TRAIN}.save={tmp_path}", ONE_EACH)
+    processes, of_layout = layout(name, {"bf16": BF16})
+    overrides = (f"{REFERENCE}={FOLLOWING[name]}", *of_layout, *DROPOUT, f"{TRAIN}.save={tmp_path}", ONE_EACH)
     straight = in_new_processes(processes, runs.train, overrides, runs.pairs(), 7, 4)[0]
     assert (tmp_path / "reference" / "iter_0000004").is_dir()
     resumed = in_new_processes(processes, runs.train, overrides, runs.pairs(), 7, 7)[0]
@@ -192,7 +190,7 @@ def test_a_reference_that_does_not_fit_is_refused(ranks, smaller, tmp_path):
     message = ranks(1).run(runs.refusal, (f"{REFERENCE}={{hf_path: {tmp_path}/none}}",))[0]
     assert f"{REFERENCE}: " in message
     assert f"{tmp_path}/none" in message
-    ranks(1).run(seconds.export, str(tmp_path / "hf"), (*seconds.SMALLER, "megatron_lm.model.arch.vocab_size=300"))
+    ranks(1).run(runs.export, str(tmp_path / "hf"), (*runs.SMALLER, "megatron_lm.model.arch.vocab_size=300"))
     message = ranks(1).run(runs.refusal, (f"{REFERENCE}={{hf_path: {tmp_path}/hf}}",))[0]
     assert "a vocabulary of 300 entries and the run one of 500" in message
     save = (f"{TRAIN}.save={tmp_path}/run",)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import _pair_runs as runs
+import _dpo_runs as runs
 import pytest
-from _checkpoint_runs import CP2, PP2, TP2
+from _checkpoint_runs import CP2
 from _covering import covering
 from _dpo_runs import CONFIG, pairs
+from _layouts import layout
 from _trl_runs import as_text, model_of, on_numbers, steps_of_trl
 
 from megatron_wrap.config import load_run_config
@@ -22,15 +23,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "alphapo": ("gpt_cpo", {"loss_type": "simpo", "alpha": 0.1, "beta": 2.5, "cpo_alpha": 0.1}),
     "orpo": ("gpt_orpo", {"beta": 0.3}),
 }
-LAYOUTS = {"one-rank": (1, ()), "tp2-sp-pp2": (4, (*TP2, *PP2)), "cp2": (2, CP2), "dp2": (2, ())}
 COMPARED = {
-    "cpo": "one-rank",
+    "cpo": "one",
     "cpo-smooth": "dp2",
     "hinge": "cp2",
     "ipo": "dp2",
     "simpo": "cp2",
-    "alphapo": "one-rank",
-    "orpo": "tp2-sp-pp2",
+    "alphapo": "one",
+    "orpo": "tp2-pp2",
 }
 """The layout of each comparison with trl; test_preference_parity.py compares the layouts."""
 METRICS = ("loss", "grad_norm", "nll_loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
@@ -61,15 +61,13 @@ def of_trl(ranks, tmp_path_factory):
     return steps
 
 
-@pytest.mark.parametrize(
-    ("variant", "layout"), covering(COMPARED.items(), lambda case: {case[1], VARIANTS[case[0]][0]})
-)
-def test_ten_steps_agree_with_trl(ranks, of_trl, variant, layout):
-    processes, overrides = LAYOUTS[layout]
+@pytest.mark.parametrize(("variant", "name"), covering(COMPARED.items(), lambda case: {case[1], VARIANTS[case[0]][0]}))
+def test_ten_steps_agree_with_trl(ranks, of_trl, variant, name):
+    processes, overrides = layout(name)
     flow, options = VARIANTS[variant]
     extra = ("log_odds_chosen", "log_odds_ratio") if flow == "gpt_orpo" else ()
     batch = f"{runs.TRAIN}.micro_batch_size=1" if processes > 1 else f"{runs.TRAIN}.micro_batch_size=2"
-    measured = ranks(processes).run(runs.train, (*runs.of_flow(flow, options), *overrides, batch), pairs())[0]
+    measured = ranks(processes).run(runs.steps, (*runs.of_flow(flow, options), *overrides, batch), pairs())[0]
     for step, (ours, theirs) in enumerate(zip(measured, of_trl(variant), strict=True)):
         for metric in (*METRICS, *extra):
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=3e-6), f"{metric} of step {step}"

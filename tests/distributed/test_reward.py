@@ -6,23 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-import _pair_runs as runs
+import _dpo_runs as runs
 import pytest
 import torch
 from _checkpoint_runs import CP2, PP2, TP2
-from _covering import covering
+from _covering import quick
 from _dpo_runs import CONFIG, pairs
+from _layouts import PACKED, layout
+from _started import refusal_of
 from _trl_runs import on_tokens, steps_of_trl
 
 from megatron_wrap.config import load_run_config
 
 VALUE = ("megatron_wrap.model_provider.provider_key=gpt_value_model",)
 FROM = "megatron_wrap.model_provider.hf_path"
-PACKED = ("megatron_wrap.flow.packing=true",)
-LAYOUTS = {"one-rank": (1, ()), "tp2-sp-pp2": (4, (*TP2, *PP2)), "packed-cp2": (2, (*CP2, *PACKED))}
 ROUNDING = {"margin": 8e-5, "mean_reward": 8e-5, "min_reward": 8e-5, "max_reward": 8e-5, "num_tokens": 0.0}
 """1e-4 of the largest score, 0.8: rounding of scores after ten steps, their mean and their differences; it depends
 on the processor's kernels."""
+CASES = ("plain one", "plain tp2-pp2", "centered-margin cp2-packed")
 VARIANTS = {"plain": ({}, False), "centered-margin": ({"center_rewards_coefficient": 0.3}, True)}
 
 
@@ -36,7 +37,7 @@ def exported(ranks, tmp_path_factory) -> Path:
     """The folder of a value model with initial weights, exported from two pipeline stages of two ranks."""
     folder = tmp_path_factory.mktemp("value") / "hf"
     overrides = (*runs.of_flow("gpt_reward", {}), *VALUE, *TP2, *PP2, f"{runs.TRAIN}.micro_batch_size=1")
-    ranks(4).run(runs.export, overrides, str(folder))
+    ranks(4).run(runs.export, str(folder), overrides)
     return folder
 
 
@@ -68,18 +69,14 @@ def of_trl(exported, tmp_path_factory):
     return steps
 
 
-@pytest.mark.parametrize(
-    ("variant", "layout"),
-    covering(
-        (("plain", "one-rank"), ("plain", "tp2-sp-pp2"), ("centered-margin", "packed-cp2")), lambda case: {case[0]}
-    ),
-)
-def test_ten_steps_agree_with_trl(ranks, of_trl, variant, layout):
-    processes, overrides = LAYOUTS[layout]
+@pytest.mark.parametrize("case", quick(CASES, ("plain one", "centered-margin cp2-packed")))
+def test_ten_steps_agree_with_trl(ranks, of_trl, case):
+    variant, name = case.split()
+    processes, overrides = layout(name)
     options, with_margin = VARIANTS[variant]
     batch = f"{runs.TRAIN}.micro_batch_size=2"
     selected = (*runs.of_flow("gpt_reward", options), *VALUE, *overrides, batch)
-    measured = ranks(processes).run(runs.train, selected, samples(with_margin))[0]
+    measured = ranks(processes).run(runs.steps, selected, samples(with_margin))[0]
     for step, (ours, theirs) in enumerate(zip(measured, of_trl(variant), strict=True)):
         for metric in ("loss", "grad_norm", "accuracy", *ROUNDING):
             assert ours[metric] == pytest.approx(theirs[metric], rel=1e-4, abs=ROUNDING.get(metric, 0.0)), (
@@ -121,7 +118,7 @@ FAMILIES = {
 def test_a_trained_model_of_another_family(ranks, tmp_path, family):
     """A tied embedding is not tied to the head."""
     overrides = [*runs.of_flow("gpt_reward", {}), *VALUE, *(f"{ARCH}.{value}" for value in FAMILIES[family])]
-    ours = ranks(1).run(runs.export, overrides, str(tmp_path / "hf"), pairs(4), SINGLE)[0]
+    ours = ranks(1).run(runs.export, str(tmp_path / "hf"), overrides, pairs(4), SINGLE)[0]
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert config["architectures"] == [f"{family.capitalize()}ForSequenceClassification"]
     assert _scores_of_transformers(tmp_path / "hf", CHOSEN) == pytest.approx(ours, abs=1e-5)
@@ -130,7 +127,7 @@ def test_a_trained_model_of_another_family(ranks, tmp_path, family):
 def test_a_folder_of_a_causal_language_model_starts_a_value_model(ranks, tmp_path):
     """All weights but the head are the folder's; the head has its initial weights, the same on every layout."""
     language_model = (*runs.of_flow("gpt_sft", {}), "megatron_lm.train.common.seed=5")
-    ranks(1).run(runs.export, language_model, str(tmp_path / "lm"))
+    ranks(1).run(runs.export, str(tmp_path / "lm"), language_model)
     overrides = (*runs.of_flow("gpt_reward", {}), *VALUE, f"{FROM}={tmp_path / 'lm'}")
     weights = ranks(1).run(runs.initial_weights, overrides)[0]
     of_folder = ranks(1).run(runs.initial_weights, language_model)[0]
@@ -144,8 +141,9 @@ def test_a_folder_of_a_causal_language_model_starts_a_value_model(ranks, tmp_pat
 def test_a_value_model_resumes_on_another_layout(ranks, tmp_path):
     save = (f"{runs.TRAIN}.save={tmp_path}", f"{runs.TRAIN}.micro_batch_size=1")
     overrides = (*runs.of_flow("gpt_reward", {}), *VALUE, *save)
-    resumed = ranks(2).run(runs.train_in_two_parts, (*overrides, *TP2), (*overrides, *PP2), pairs())[0]
-    straight = ranks(1).run(runs.train, overrides[:-2], pairs(), 4)[0]
+    ranks(2).run(runs.steps, (*overrides, *TP2), pairs(), 2, 2)
+    resumed = ranks(2).run(runs.steps, (*overrides, *PP2), pairs(), 4)[0]
+    straight = ranks(1).run(runs.steps, overrides[:-2], pairs(), 4)[0]
     for ours, theirs in zip(resumed, straight[2:], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
@@ -153,8 +151,11 @@ def test_a_value_model_resumes_on_another_layout(ranks, tmp_path):
 
 def test_what_cannot_be_is_refused(ranks):
     """A flow on logits with values, a reward flow with logits, training on single sequences, generation."""
-    refusals = ranks(1).run(runs.refusals, VALUE, SINGLE)[0]
-    assert "needs logits" in refusals["gpt_sft"]
-    assert "gpt_value_model" in refusals["gpt_reward on logits"]
-    assert "chosen and rejected" in refusals["single"]
-    assert "cannot generate" in refusals["generate"]
+    reward = runs.of_flow("gpt_reward", {})
+    for call, words in (
+        ((runs.steps, (*runs.of_flow("gpt_sft", {}), *VALUE), ()), "needs logits"),
+        ((runs.steps, reward, ()), "gpt_value_model"),
+        ((runs.steps, (*reward, *VALUE), SINGLE), "chosen and rejected"),
+        ((runs.complete, (*reward, *VALUE)), "cannot generate"),
+    ):
+        assert words in ranks(1).run(refusal_of, *call)[0]

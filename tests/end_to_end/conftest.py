@@ -46,6 +46,21 @@ def sample_data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def linked(sample_data) -> Callable[..., Path]:
+    """linked(folder, *names) -> the folder, with these parts of the checkout, and the sample data where examples have
+    it."""
+
+    def link(folder: Path, *names: str) -> Path:
+        (folder / "examples/data").mkdir(parents=True)
+        for name in names:
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "examples/data/generated").symlink_to(sample_data)
+        return folder
+
+    return link
+
+
+@pytest.fixture
 def command(tmp_path) -> Callable[..., Ended]:
     """Runs `python -m MODULE ...` in an empty folder, with MEGATRON_WRAP's own environment variables unset."""
 

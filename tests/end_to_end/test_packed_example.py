@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 TRAIN = "megatron_lm.train.common"
 SHORT = (
     *(f"{TRAIN}.train_iters=2", f"{TRAIN}.save=null", f"{TRAIN}.save_interval=null", f"{TRAIN}.eval_interval=2"),
@@ -16,10 +14,8 @@ SHORT = (
 
 
 @pytest.mark.documentation
-def test_the_packed_example_has_the_losses_of_the_padded_one(command, tmp_path, sample_data):
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "examples/data").mkdir(parents=True)
-    (tmp_path / "examples/data/generated").symlink_to(sample_data)
+def test_the_packed_example_has_the_losses_of_the_padded_one(command, tmp_path, linked):
+    linked(tmp_path, "configs")
     result = {}
     for output, packing in (("padded", "false"), ("packed", "true")):
         options = (f"megatron_wrap.flow.packing={packing}", f"megatron_wrap.logger.output_dir={output}")

@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.matrix
-def test_training_reads_what_the_command_stored(tmp_path):
+def test_training_reads_what_the_command_stored(command, tmp_path):
     generator = random.Random(3)
     for name, count in (("train", 6), ("validation", 3)):
         pairs = [
@@ -32,16 +30,15 @@ def test_training_reads_what_the_command_stored(tmp_path):
         *("megatron_wrap.logger.output_dir=run", "megatron_wrap.models.reference={precomputed: outputs}"),
     ]
 
-    def command(name: str) -> str:
-        program = [sys.executable, "-m", "megatron_wrap.cli.main", name, *arguments]
-        done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
-        return f"{done.returncode}\n{done.stdout}{done.stderr}"
+    def run(name: str) -> str:
+        done = command("megatron_wrap.cli.main", name, *arguments)
+        return f"{done.code}\n{done.out}{done.err}"
 
-    assert "no precomputed outputs" in command("train")
-    stored = command("precompute")
+    assert "no precomputed outputs" in run("train")
+    stored = run("precompute")
     assert stored.startswith("0\n"), stored
     assert "outputs of 9 samples: outputs" in stored
-    trained = command("train")
+    trained = run("train")
     assert trained.startswith("0\n"), trained
     assert re.search(r"eval validation .*rewards/margins", trained)
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 TRAIN, CONFIG = "megatron_lm.train.common", "configs/tiny-gpt-pretrain.yaml"
 SHORT = (f"{TRAIN}.train_iters=2", f"{TRAIN}.save_interval=2", f"{TRAIN}.eval_interval=2", f"{TRAIN}.eval_iters=1")
 OTHERS = (f"{TRAIN}.sample_prompts=null", "megatron_wrap.init.platform=cpu")
 
 
 @pytest.mark.documentation
-def test_the_example_of_pretraining(command, tmp_path, sample_data):
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "examples/data").mkdir(parents=True)
-    (tmp_path / "examples/data/generated").symlink_to(sample_data)
+def test_the_example_of_pretraining(command, tmp_path, linked):
+    linked(tmp_path, "configs")
 
     def train(*overrides: str):
         return command("megatron_wrap.cli.main", "train", CONFIG, *SHORT, *OTHERS, *overrides)

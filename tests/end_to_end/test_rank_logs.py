@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -24,17 +21,13 @@ with exit_on_user_error(), MegatronWrap(sys.argv[1], overrides=sys.argv[2:]) as 
 """
 
 
-def test_the_last_lines_of_the_rank_that_failed_precede_its_name(tmp_path: Path) -> None:
+def test_the_last_lines_of_the_rank_that_failed_precede_its_name(command, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "megatron_wrap.cli.main", "train", str(ROOT / "tests/unit/small_run.yaml")]
-    command += ["--script", "script.py", "--nproc-per-node", "2", "megatron_wrap.logger.output_dir=out"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert ended.returncode == 1, ended.stderr
-    assert ended.stdout == "rank 0 is here\n"
-    console, _, lines = ended.stderr.partition("last lines of rank 1 (out/logs/rank_1.log):\n")
+    options = ("--script", "script.py", "--nproc-per-node", "2", "megatron_wrap.logger.output_dir=out")
+    ended = command("megatron_wrap.cli.main", "train", ROOT / "tests/unit/small_run.yaml", *options)
+    assert ended.code == 1, ended.err
+    assert ended.out == "rank 0 is here\n"
+    console, _, lines = ended.err.partition("last lines of rank 1 (out/logs/rank_1.log):\n")
     assert "of rank 1 alone" not in console
     *shown, last = lines.splitlines()
     assert shown[:2] == ["rank 1 is here", "written by C"]

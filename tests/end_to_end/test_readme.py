@@ -126,7 +126,7 @@ def test_the_commands_of_a_page_run(page, checkout):
 
 
 @pytest.mark.documentation
-def test_the_first_program_of_the_readme_runs(checkout, tmp_path, sample_data):
+def test_the_first_program_of_the_readme_runs(tmp_path, sample_data, linked):
     """As it is, under torchrun; the id leads to a tiny random model in a local cache of the hub."""
     (program,) = blocks("README.md", "python")
     assert len([line for line in program.splitlines() if line]) == 8
@@ -134,13 +134,15 @@ def test_the_first_program_of_the_readme_runs(checkout, tmp_path, sample_data):
     make_model(repository / "snapshots/0", sample_data / "tokenizer")
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("0")
-    folder = tmp_path / "checkout"
-    (folder / "examples/data").mkdir(parents=True)
-    (folder / "examples/from_hugging_face").symlink_to(ROOT / "examples/from_hugging_face")
-    (folder / "examples/data/generated").symlink_to(sample_data)
+    folder = linked(tmp_path / "checkout", "examples/from_hugging_face")
     (folder / "finetune.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "finetune.py"]
-    done = run(command, folder, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    done = run(
+        [*TORCHRUN, "finetune.py"],
+        folder,
+        HF_HUB_CACHE=str(tmp_path / "hub"),
+        HF_HUB_OFFLINE="1",
+        CUDA_VISIBLE_DEVICES="",
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(r"iteration 20/20 \| loss [\d.]+", done.stderr)
     weights = load_file(folder / "outputs/tuned/model.safetensors")
@@ -235,15 +237,14 @@ def test_the_custom_flow_is_the_same_on_two_processes(checkout, tmp_path):
         assert two == pytest.approx(of_one, rel=1e-5)
 
 
+FEW = [f"megatron_lm.train.common.{key}" for key in ("train_iters=2", "global_batch_size=4", "eval_iters=1")]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
 @pytest.mark.documentation
-def test_the_preference_example_goes_from_one_algorithm_to_the_next(tmp_path, sample_data):
-    (tmp_path / "examples" / "data").mkdir(parents=True)
-    for name, target in (("configs", ROOT / "configs"), ("examples/dpo", ROOT / "examples/dpo")):
-        (tmp_path / name).symlink_to(target)
-    (tmp_path / "examples/data/generated").symlink_to(sample_data)
-    few = [f"megatron_lm.train.common.{key}" for key in ("train_iters=2", "global_batch_size=4", "eval_iters=1")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/dpo/train.py", *few]
-    done = run(command, tmp_path)
+def test_the_preference_example_goes_from_one_algorithm_to_the_next(tmp_path, linked):
+    linked(tmp_path, "configs", "examples/dpo")
+    done = run([*TORCHRUN, "examples/dpo/train.py", *FEW], tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\d+% of the validation pairs are ranked right$", done.stdout, re.M)
     assert re.search(r"weights\b.*\boutputs/tiny-llama-sft/checkpoints", done.stderr)
@@ -252,15 +253,10 @@ def test_the_preference_example_goes_from_one_algorithm_to_the_next(tmp_path, sa
 
 @pytest.mark.documentation
 @pytest.mark.parametrize("flow", ["kto", "cpo", "orpo", "reward"])
-def test_the_examples_of_preferences_start_from_the_fine_tuned_folder(tmp_path, sample_data, flow):
-    (tmp_path / "examples" / "data").mkdir(parents=True)
-    for name in ("configs", "examples/preference"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "examples/data/generated").symlink_to(sample_data)
-    few = [f"megatron_lm.train.common.{key}" for key in ("train_iters=2", "global_batch_size=4", "eval_iters=1")]
-    few.append("megatron_lm.train.common.sample_prompts=null")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/preference/train.py"]
-    done = run([*command, flow, *few], tmp_path)
+def test_the_examples_of_preferences_start_from_the_fine_tuned_folder(tmp_path, linked, flow):
+    linked(tmp_path, "configs", "examples/preference")
+    few = (*FEW, "megatron_lm.train.common.sample_prompts=null")
+    done = run([*TORCHRUN, "examples/preference/train.py", flow, *few], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "loaded weights from outputs/tiny-llama-sft/hf" in done.stderr
     shown = re.findall(r"([\w/]+): (-?[\d.]+) before, (-?[\d.]+) after 2 iterations", done.stderr)

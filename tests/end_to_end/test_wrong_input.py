@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import yaml
 
 TINY = """\
 megatron_lm:
@@ -27,13 +29,28 @@ megatron_wrap:
 """
 
 
+UNFINISHED = """\
+from megatron_wrap.flow import MegatronWrapGPTModelSFTFlow, MegatronWrapTrainingFlowBase
+class Unfinished(MegatronWrapTrainingFlowBase):
+    def collate_data_micro_batch(self, iterator): ...
+class OnAnotherDevice(MegatronWrapGPTModelSFTFlow):
+    def collate_data_micro_batch(self, iterator):
+        model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
+        return model_inputs, {**loss_inputs, "ids": [1, 2]}
+"""
+
+
 def config(folder: Path, *, parallel: str = "tensor_model_parallel_size: 1", more_train: str = "seed: 1",
-           flow: str = "minimal_mock", data: str = "mock", extra: str = "") -> Path:  # fmt: skip
+           flow: str = "minimal_mock", data: str = "mock") -> Path:  # fmt: skip
     """A small configuration with parts replaced."""
     text = TINY.replace("{PARALLEL}", "{" + parallel + "}").replace("MORE_TRAIN", more_train)
     path = folder / "run.yaml"
-    path.write_text(text.replace("FLOW", flow).replace("DATA", data) + extra)
+    path.write_text(text.replace("FLOW", flow).replace("DATA", data))
     return path
+
+
+WRONG = yaml.safe_load((Path(__file__).parent / "wrong_input.yml").read_text(encoding="utf-8"))
+LENGTHS = "".join(json.dumps({"input_ids": [1] * n, "loss_mask": [1] * n}) + "\n" for n in (3, 40))
 
 
 def written(folder: Path) -> list[str]:
@@ -41,7 +58,7 @@ def written(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def refused(command, folder: Path, run: Path, *overrides: str, words: list[str], environment=None) -> None:
+def refused(command, folder: Path, run: Path, *overrides: str, words: Iterable[str], environment=None) -> None:
     """The command ends with 2 and one line that contains all of these, before anything is written."""
     before = written(folder)
     ended = command("megatron_wrap.cli.main", "train", run.name, *overrides, environment=environment)
@@ -56,84 +73,19 @@ def refused(command, folder: Path, run: Path, *overrides: str, words: list[str],
     assert ended.seconds < 20
 
 
-def test_unknown_key(command, tmp_path):
-    run = config(tmp_path, more_train="micro_batch_sise: 2")
-    refused(
-        command, tmp_path, run, words=["run.yaml:8", "train.common.micro_batch_sise", "did you mean micro_batch_size?"]
-    )
-
-
-@pytest.mark.matrix
-def test_wrong_type(command, tmp_path):
-    run = config(tmp_path, more_train="seed: many")
-    refused(command, tmp_path, run, words=["run.yaml:8", "megatron_lm.train.common.seed", "many"])
-
-
-@pytest.mark.matrix
-def test_wrong_type_on_the_command_line(command, tmp_path):
-    run = config(tmp_path)
-    refused(command, tmp_path, run, "megatron_lm.train.common.seed=x", words=["command line", "seed"])
-
-
-def test_missing_selection(command, tmp_path):
-    run = tmp_path / "run.yaml"
-    run.write_text("megatron_wrap:\n  flow: {__select__: gpt_sft}\n")
-    refused(command, tmp_path, run, words=["megatron_lm.model.arch", "tiny-llama", "__select__"])
-
-
-@pytest.mark.matrix
-def test_inherit_cycle(command, tmp_path):
-    nest = tmp_path / "nest/megatron_lm/model/arch"
-    nest.mkdir(parents=True)
-    (nest / "egg.yaml").write_text("__inherit__: hen.yaml\nnum_layers: 2\n")
-    (nest / "hen.yaml").write_text("__inherit__: egg.yaml\nhidden_size: 32\n")
-    run = config(tmp_path)
-    run.write_text(run.read_text().replace("__select__: tiny-llama", "__select__: egg"))
-    refused(command, tmp_path, run, words=["egg", "hen", "cycle"])
-
-
-@pytest.mark.matrix
-def test_empty_yaml(command, tmp_path):
-    run = tmp_path / "run.yaml"
-    run.write_text("")
-    refused(command, tmp_path, run, words=["run.yaml", "empty"])
-
-
-def test_world_size_that_the_layout_does_not_divide(command, tmp_path):
-    run = config(tmp_path, parallel="tensor_model_parallel_size: 2")
-    refused(command, tmp_path, run, words=["3", "2"], environment={"GPUS_PER_NODE": "3"})
-
-
-@pytest.mark.matrix
-def test_heads_that_tensor_parallelism_does_not_divide(command, tmp_path):
-    run = config(tmp_path, parallel="tensor_model_parallel_size: 3")
-    refused(command, tmp_path, run, words=["num_attention_heads", "4", "3"])
-
-
-@pytest.mark.matrix
-def test_batch_that_does_not_divide(command, tmp_path):
-    run = config(tmp_path)
-    refused(command, tmp_path, run, words=["global_batch_size", "3"], environment={"GPUS_PER_NODE": "3"})
-
-
-UNFINISHED = """\
-from megatron_wrap.flow import MegatronWrapGPTModelSFTFlow, MegatronWrapTrainingFlowBase
-class Unfinished(MegatronWrapTrainingFlowBase):
-    def collate_data_micro_batch(self, iterator): ...
-class OnAnotherDevice(MegatronWrapGPTModelSFTFlow):
-    def collate_data_micro_batch(self, iterator):
-        model_inputs, loss_inputs = super().collate_data_micro_batch(iterator)
-        return model_inputs, {**loss_inputs, "ids": [1, 2]}
-"""
-
-
-def test_flow_without_its_methods(command, tmp_path):
-    (tmp_path / "my_flow.py").write_text(UNFINISHED)
-    run, key = config(tmp_path), "megatron_wrap.flow.flow_key=my_flow:"
-    refused(command, tmp_path, run, key + "Unfinished", words=["does not implement calculate_loss(self, loss_inputs"],
-            environment={"PYTHONDONTWRITEBYTECODE": "1"})  # fmt: skip
-    refused(command, tmp_path, run, key + "Missing", words=["'my_flow'", "has no 'Missing'"],
-            environment={"PYTHONDONTWRITEBYTECODE": "1"})  # fmt: skip
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if "quick" in wrong else pytest.mark.matrix) for case, wrong in WRONG.items()]
+)
+def test_wrong_input_is_one_line(command, tmp_path, case):
+    wrong = WRONG[case]
+    run = config(tmp_path, **wrong.get("parts", {}))
+    run.write_text(run.read_text().replace(*wrong.get("replaced", ("", ""))))
+    for name, content in {"my_flow.py": UNFINISHED, **wrong.get("files", {})}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(LENGTHS if content == "LENGTHS" else content)
+    environment = {"GPUS_PER_NODE": str(wrong.get("processes", 1)), "PYTHONDONTWRITEBYTECODE": "1"}
+    overrides = wrong.get("overrides", [])
+    refused(command, tmp_path, run, *overrides, words=wrong["words"], environment=environment)
 
 
 @pytest.mark.matrix
@@ -147,45 +99,6 @@ def test_flow_that_collates_no_tensor(command, tmp_path):
     assert ended.code == 2, ended.err
     assert ended.err.count("error: ") == 1, ended.err
     assert "field 'ids' is list; make it a CPU tensor" in ended.err
-
-
-def test_data_file_that_is_missing(command, tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
-    run = config(tmp_path, flow="gpt_sft", data="jsonl", extra="")
-    refused(command, tmp_path, run, "megatron_wrap.data.train=tarin.jsonl", words=["tarin.jsonl", "train.jsonl"])
-
-
-def test_malformed_json_line(command, tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
-    run = config(tmp_path, flow="gpt_sft", data="jsonl")
-    refused(command, tmp_path, run, "megatron_wrap.data.train=train.jsonl", words=["train.jsonl:2"])
-
-
-def test_sample_longer_than_the_context_with_truncation_refused(command, tmp_path):
-    long = {"input_ids": list(range(40)), "loss_mask": [1] * 40}
-    short = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}
-    (tmp_path / "train.jsonl").write_text(json.dumps(short) + "\n" + json.dumps(long) + "\n")
-    run = config(tmp_path, flow="gpt_sft", data="jsonl")
-    run.write_text(
-        run.read_text().replace("__select__: gpt_sft", "__select__: gpt_sft, __override__: {truncation: refuse}")
-    )
-    refused(command, tmp_path, run, "megatron_wrap.data.train=train.jsonl", words=["train.jsonl:2", "40", "33"])
-
-
-@pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
-def test_output_folder_that_cannot_be_written(command, tmp_path):
-    (tmp_path / "taken").write_text("a file where a folder is wanted")
-    run = config(tmp_path)
-    refused(command, tmp_path, run, "megatron_wrap.logger.output_dir=taken/run", words=["taken", "output_dir"])
-
-
-def test_megatron_lm_checkpoint_of_the_old_form(command, tmp_path):
-    old = tmp_path / "old/iter_0000005/mp_rank_00"
-    old.mkdir(parents=True)
-    (old / "model_optim_rng.pt").write_text("")
-    (tmp_path / "old/latest_checkpointed_iteration.txt").write_text("5")
-    run = config(tmp_path)
-    refused(command, tmp_path, run, "megatron_lm.train.common.load=old", words=["mp_rank_", "Hugging Face"])
 
 
 @pytest.mark.matrix
@@ -210,8 +123,6 @@ def test_a_mistake_that_only_the_ranks_find_is_said_once_and_ends_them_all(comma
 
 @pytest.mark.matrix
 def test_run_example_ends_with_2_too(tmp_path):
-    import subprocess
-
     root = Path(__file__).parents[2]
     if not (root / ".venv/bin/python").exists():
         pytest.fail("scripts/run_tests.sh makes .venv; run the tests through it")
