@@ -21,7 +21,6 @@ from megatron_wrap.config.decode import decode, load_tree, read_view
 from megatron_wrap.config.json_schema import installed_upstream_keys
 from megatron_wrap.config.json_types import type_schema
 from megatron_wrap.config.reading import nest
-from megatron_wrap.config.reading.origins import ComposedConfig
 from megatron_wrap.config.reading.tree import OVERRIDE, SELECT, TreeFile, open_tree, shipped_root, shipped_schema
 from megatron_wrap.config.reading.yaml_nodes import read_yaml
 from megatron_wrap.config.schema.run import SECTION_PATHS
@@ -37,11 +36,7 @@ MUTANTS = 500
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
-    """The reader's refusal of a run's YAML with these values, "" if it accepts them: keys, types and ranges.
-
-    The values are those of the last lines that set them; test_nest.py asserts that confignest composes the same, which
-    takes a fifth of a second.
-    """
+    """The reader's refusal of a run's YAML with these values, "" if it accepts them: keys, types and ranges."""
     monkeypatch.setattr(TreeFile, "read", functools.cache(TreeFile.read))
     root = open_tree(tmp_path / "run.yaml")
     monkeypatch.setattr(nest, "open_tree", lambda view: root)
@@ -51,30 +46,12 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str
         path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
         try:
             view = read_view(path)
-            composed = ComposedConfig(view.view_file, view.sections, _last_values(view.sections))
-            _check_ranges(decode(composed, "run"))
+            _check_ranges(decode(view.compose(), "run"))
         except ConfigError as error:
             return str(error)
         return ""
 
     return refusal
-
-
-def _last_values(sections: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-
-    def plain(origins: Any) -> Any:
-        if isinstance(origins, dict):
-            return {key: plain(nested) for key, nested in origins.items()}
-        return origins[-1].node.plain()
-
-    for path, section in sections.items():
-        *outer, last = path.split(".")
-        inner = values
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = plain(section.origins)
-    return values
 
 
 def shipped_yamls() -> list[Path]:

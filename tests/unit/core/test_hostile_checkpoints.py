@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from _runs import started
 
 from megatron_wrap.cli.main import main
-from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import CheckpointError
 
 pytestmark = pytest.mark.process_group
@@ -98,13 +98,6 @@ ATTACKS = {
     outside: r"names '\.\./other/__0_0\.distcp', which is outside its folder",
     linked: r"names '__0_0\.distcp', which is a link to .*moved, outside its folder",
 }
-
-
-def started(*overrides: str) -> MegatronWrap:
-    wrap = MegatronWrap("run.yaml", overrides=overrides)
-    wrap.initialize()
-    wrap.setup_model_and_optimizer()
-    return wrap
 
 
 def changed(attack: Any) -> tuple[str, Path]:

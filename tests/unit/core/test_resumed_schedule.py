@@ -6,8 +6,8 @@ Each test runs in a forked process with a group of its own.
 from __future__ import annotations
 
 import pytest
+from _runs import started
 
-from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import CheckpointError
 
 pytestmark = pytest.mark.process_group
@@ -18,11 +18,8 @@ SAMPLES = [{"input_ids": [index, 7, 8, 9], "loss_mask": [0, 1, 1, 1]} for index 
 
 def rates(train_iters: int, until: int, *overrides: str, save: bool = False) -> list[float]:
     """Learning rate of each step from where the run resumes to `until`."""
-    common = (f"{TRAIN}.save=ckpt", f"{TRAIN}.train_iters={train_iters}")
     taken = []
-    with MegatronWrap("run.yaml", overrides=[*common, *overrides]) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with started(f"{TRAIN}.save=ckpt", f"{TRAIN}.train_iters={train_iters}", *overrides) as wrap:
         while wrap.iteration < until:
             taken.append(wrap.train(SAMPLES)["learning_rate"])
         if save:
@@ -89,9 +86,7 @@ def test_the_error_names_every_key_that_differs():
 
 def test_loading_in_the_middle_of_a_run_sets_the_schedule_back():
     expected = rates(6, 4, save=True)
-    with MegatronWrap("run.yaml", overrides=[f"{TRAIN}.train_iters=6", f"{TRAIN}.load=ckpt"]) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with started(f"{TRAIN}.train_iters=6", f"{TRAIN}.load=ckpt") as wrap:
         fifth = wrap.train(SAMPLES)["learning_rate"]
         wrap.load("ckpt")
         assert wrap.iteration == 4

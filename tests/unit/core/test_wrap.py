@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import builtins
 import gc
-import json
 import logging
 import math
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from _runs import read_rows, started, write_rows
 
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.engine.passes.metric_reduction import StartedReduction
@@ -46,18 +44,6 @@ def data(count: int = 24) -> list[dict[str, list[int]]]:
         {"input_ids": [index, *generator.integers(0, 60, n - 1).tolist()], "loss_mask": [0, *[1] * (n - 1)]}
         for index, n in enumerate(lengths)
     ]
-
-
-@contextmanager
-def started(*overrides: str) -> Iterator[MegatronWrap]:
-    with MegatronWrap("run.yaml", overrides=overrides) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        yield wrap
-
-
-def lines(folder: str = "outputs/run") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
 # ---- lifecycle ----
@@ -501,7 +487,7 @@ def test_evaluation_sets_by_name_and_their_limit():
 
 def test_evaluation_sets_of_the_configuration():
     for name in ("train", "easy"):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
+        write_rows(f"{name}.jsonl", data())
     selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
     with started(*selected, "megatron_wrap.data.validation=easy.jsonl") as wrap:
         assert [len(batch) for batch in wrap.batches() if wrap.train(batch)] == [4] * 6
@@ -534,7 +520,7 @@ def test_a_flow_that_breaks_its_contract_fails_before_the_model_is_built():
         def get_loss_weight(self, loss_inputs: Any) -> float:
             return -1.0
 
-    Path("train.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
+    write_rows("train.jsonl", data())
     selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
     wrap = MegatronWrap("run.yaml", overrides=[*selected, "megatron_wrap.flow.flow_key=negative"])
     wrap.initialize()
@@ -561,7 +547,7 @@ def test_records_of_a_resumed_run():
                 reported.append(wrap.train(data()[start : start + 4]))
                 wrap.log_last_metrics()
                 wrap.log_last_metrics()  # a second call adds no line
-    actual = lines()
+    actual = read_rows("outputs/run/metrics.jsonl")
     assert [line["iteration"] for line in actual] == [0, 1, 2, 3, 3, 4, 5, 6]
     evaluations = [line for line in actual if "loss" not in line]
     assert [set(line) for line in evaluations] == [{"iteration", "eval/set/loss", "eval/set/truncated_samples"}] * 2
@@ -609,7 +595,7 @@ def test_each_step_is_recorded_for_every_log_interval(capfd):
         for batch in wrap.batches(data()):
             wrap.train(batch)
             wrap.log_last_metrics()
-    assert [line["iteration"] for line in lines("elsewhere")] == [1, 2, 3, 4, 5, 6]
+    assert [line["iteration"] for line in read_rows("elsewhere/metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     shown = [
         text.split("iteration ")[1].split("/")[0] for text in capfd.readouterr().err.splitlines() if " | loss " in text
     ]
@@ -647,7 +633,7 @@ def test_a_step_that_does_not_fit_into_memory_says_what_to_change(monkeypatch):
         monkeypatch.setattr(type(wrap.state.pipeline_schedule), "forward_backward", does_not_fit)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             wrap.train(data()[:4])
-    first, *rest = str(caught.value).splitlines()
+    first, *rest = str(caught.value).splitread_rows("outputs/run/metrics.jsonl")
     assert first == "CUDA out of memory. Tried to allocate 2.00 GiB."
     assert rest[0] == "to use less memory, the cheapest first:"
     keys = [line.split(":")[0].strip() for line in rest[1:]]

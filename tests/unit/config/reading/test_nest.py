@@ -1,8 +1,6 @@
 """Strict reading over confignest: the composition is confignest's own, and errors name the location and what to do."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,21 +253,3 @@ def test_what_an_overlay_may_not_hold(
     for name, text in files.items():
         write_nest(f"megatron_lm/model/arch/{name}", text)
     assert_facts(refusal(write_run(": tiny-llama", ": a")), facts)
-
-
-def test_a_broken_yaml_names_its_line(write_run: Write) -> None:
-    assert_facts(refusal(write_run(text="")), "run.yaml: empty; a YAML mapping (key: value lines) is expected")
-    assert_facts(
-        refusal(write_run("    common:", "\tcommon:")),
-        "run.yaml:10: a tab in the indentation; YAML is indented with spaces",
-    )
-
-
-def test_reading_needs_neither_torch_nor_megatron() -> None:
-    code = (
-        "import sys; from megatron_wrap.config import load_run_config; load_run_config(sys.argv[1], "
-        "['megatron_lm.model.arch.qk_l2_norm=true']); print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
-    )
-    command = [sys.executable, "-c", code, str(CONFIGS / "tiny-llama-sft.yaml")]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=CONFIGS.parent)
-    assert result.stdout.strip() == "set()"
