@@ -14,7 +14,6 @@ from megatron_wrap.testing.ranks import RankError, RankPool
 _PRELOADED = (
     "numpy.random",
     "torch._dynamo",  # Megatron-Core's optimizer imports it
-    "confignest",
     "megatron_wrap.core.wrap",
     "megatron_wrap.core.run",
     "megatron_wrap.parallel.launch",

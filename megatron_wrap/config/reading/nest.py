@@ -1,8 +1,7 @@
 """Strict reading of a run's YAML (the view) over the tree of YAML files (the nest).
 
-The view and the files that it selects are validated key by key, with file and line, before anything is composed: keys
-that confignest would drop, invent or crash on are refused here. The walk yields the normalized copies that confignest
-composes (`compose.py`) and the origins of each value (`origins.py`).
+The view and the files that it selects are validated key by key, with file and line: keys that confignest would drop,
+invent or crash on are refused here. The walk records the origins of each value (`origins.py`); the last one applies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.reading.compose import compose, encode, joined
 from megatron_wrap.config.reading.origins import ComposedConfig, Origin, Section, SetBy, leaves
 from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, open_tree
 from megatron_wrap.config.reading.unknown_keys import KeyRules
@@ -63,7 +61,7 @@ def _nested(node: Node, parts: Sequence[str]) -> Node:
 
 
 class ValidatedNest:
-    """A view and its nest, validated and not yet composed; returned by `read_nest`."""
+    """A view and its nest, validated; returned by `read_nest`."""
 
     def __init__(self, view_file: str, root: Folder, rules: KeyRules) -> None:
         self.view_file = view_file
@@ -72,9 +70,6 @@ class ValidatedNest:
         self._root = root
         self._rules = rules
         self._mistakes = Mistakes()
-        self._files: dict[str, dict[str, Any]] = {}  # path of a file in the tree -> its encoded content
-        self._view: dict[str, Any] = {}  # encoded
-        self._overrides: dict[str, dict[str, Any]] = {}  # path of a section -> its part of the view
 
     def origins(self, path: str) -> Sequence[Origin]:
         """Origins of the value at the dotted `path`, first to last."""
@@ -82,28 +77,26 @@ class ValidatedNest:
 
     def add(self, section_path: str, key: str, origin: Origin) -> None:
         """Set a value of a section over all of its other origins."""
-        section, encoded = self.sections[section_path], self._overrides[section_path]
-        self._set(section.origins, encoded, (key,), origin, f"{section_path}.{key}")
+        self._set(self.sections[section_path].origins, key, origin, f"{section_path}.{key}")
 
     def compose(self) -> ComposedConfig:
-        """Let confignest compose the values."""
-        return ComposedConfig(self.view_file, self.sections, compose(self._root, self._files, self._view))
+        """The sections with the values that apply."""
+        return ComposedConfig(self.view_file, self.sections)
 
     def walk(self, view: Node, command_line: Sequence[_Override]) -> None:
         """Validate the view and the command line; called once."""
         with self._mistakes.collected():
-            self._view = self._folder(self._root, view, "", command_line)
+            self._folder(self._root, view, "", command_line)
         self._mistakes.raise_first()
 
     # ---- folders
 
-    def _folder(
-        self, folder: Folder, view: Node | None, path: str, command_line: Sequence[_Override]
-    ) -> dict[str, Any]:
-        """Validate a folder of the tree with its part of the view; returns that part, encoded for confignest."""
+    def _folder(self, folder: Folder, view: Node | None, path: str, command_line: Sequence[_Override]) -> None:
+        """Validate a folder of the tree with its part of the view."""
         content = self._mapping(view, path)
         if folder.selects_one:
-            return self._selection(folder, content, view, path, command_line)
+            self._selection(folder, content, view, path, command_line)
+            return
         for key, node in content.items():
             if key not in folder.entries:
                 with self._mistakes.collected():
@@ -111,18 +104,16 @@ class ValidatedNest:
         for override in command_line:
             with self._mistakes.collected():
                 self._check_override(folder, override, path)
-        effective: dict[str, Any] = {}
         for name, entry in folder.entries.items():
             overrides = [_Override(o.parts[1:], o.node, o.path) for o in command_line if o.parts[:1] == (name,)]
             entry_path = f"{path}.{name}" if path else name
             view_part = content.get(name)
             with self._mistakes.collected():
                 if isinstance(entry, Folder):
-                    effective[name] = self._folder(entry, view_part, entry_path, overrides)
+                    self._folder(entry, view_part, entry_path, overrides)
                 else:
                     section = self._open_section(folder, name, entry_path, "default")
-                    effective[name] = self._override_all(section, self._mapping(view_part, entry_path), overrides)
-        return effective
+                    self._override_all(section, self._mapping(view_part, entry_path), overrides)
 
     def _check_override(self, folder: Folder, override: _Override, path: str) -> None:
         if not override.parts:
@@ -134,7 +125,7 @@ class ValidatedNest:
 
     def _selection(
         self, folder: Folder, content: dict[str, Node], view: Node | None, path: str, command_line: Sequence[_Override]
-    ) -> dict[str, Any]:
+    ) -> None:
         select = view_select = content.get(SELECT)
         for override in command_line:
             if override.parts == (SELECT,):
@@ -143,7 +134,7 @@ class ValidatedNest:
             view, select = select, None
         if select is None and folder.default is None:
             if folder.skipped_without_selection:
-                return {}
+                return
             where = view.where if view is not None else self.view_file
             raise ConfigError(
                 f"{where} {path}: nothing is selected; write {path.rpartition('.')[2]}: {{{SELECT}: NAME}} with one of "
@@ -170,7 +161,7 @@ class ValidatedNest:
         rest = [override for override in command_line if override.parts != (SELECT,)]
         if left is not None:
             keys = self._without_left_keys(section, left, keys, rest)
-        return {SELECT: name, OVERRIDE: self._override_all(section, keys, rest)}
+        self._override_all(section, keys, rest)
 
     def _keys_of_view(self, content: Mapping[str, Node], path: str, files: Sequence[str]) -> dict[str, Node]:
         """The keys under `__override__` and under the names of `files`."""
@@ -219,13 +210,9 @@ class ValidatedNest:
         for file, node in chain:
             step = how if file is chain[-1][0] else f"inherited by {name}"
             step += ", overlay" if file.overlaid else ""
-            encoded: dict[str, Any] = {}
             for key, value in node.value.items():
-                if key == INHERIT:
-                    encoded[key] = value.value
-                else:
-                    self._set(section.origins, encoded, (key,), Origin(value, SetBy.TREE, step), f"{path}.{key}")
-            self._files[file.relative] = encoded
+                if key != INHERIT:
+                    self._set(section.origins, key, Origin(value, SetBy.TREE, step), f"{path}.{key}")
         self.sections[path] = section
         return section
 
@@ -253,23 +240,19 @@ class ValidatedNest:
                 )
             name = parent.value.removesuffix(".yaml")
 
-    def _set(
-        self, origins: dict[str, Any], encoded: dict[str, Any], keys: tuple[str, ...], origin: Origin, path: str
-    ) -> None:
-        """Record that `origin` sets the last of the nested `keys`, and write its value into the encoded copy.
+    def _set(self, origins: dict[str, Any], key: str, origin: Origin, path: str) -> None:
+        """Record that `origin` sets `key`.
 
         A mapping changes the keys that it names where the value is a mapping already (or, in a file of the tree, where
         there is no value yet); elsewhere it is a single value, such as the sets of data.validation.
 
         Args:
-            origins: of the mapping that contains the last key.
+            origins: of the mapping that contains the key.
         """
-        key, node = keys[-1], origin.node
-        add_keys = origin.set_by is SetBy.TREE
+        node, add_keys = origin.node, origin.set_by is SetBy.TREE
         new_mapping = add_keys and key not in origins and isinstance(node.value, dict) and bool(node.value)
         if not (isinstance(origins.get(key), dict) or new_mapping):
             origins.setdefault(key, []).append(origin)
-            encoded[joined(*keys)] = encode(node.plain())
             return
         if not isinstance(node.value, dict):
             raise ConfigError(f"{node.where} {path}: a mapping is expected, not {describe(node.value)}")
@@ -278,13 +261,10 @@ class ValidatedNest:
             if not add_keys and sub_key not in nested:
                 hint = self._rules.familiar_hint(f"{path}.{sub_key}", sub_node) or did_you_mean(sub_key, nested)
                 raise ConfigError(f"{sub_node.where} {path}.{sub_key}: unknown key{hint}")
-            self._set(nested, encoded, (*keys, sub_key), replace(origin, node=sub_node), f"{path}.{sub_key}")
+            self._set(nested, sub_key, replace(origin, node=sub_node), f"{path}.{sub_key}")
 
-    def _override_all(
-        self, section: Section, content: Mapping[str, Node], command_line: Sequence[_Override]
-    ) -> dict[str, Any]:
-        """Apply the view's keys, then the command line's; returns them encoded for confignest."""
-        encoded = self._overrides[section.path] = {}
+    def _override_all(self, section: Section, content: Mapping[str, Node], command_line: Sequence[_Override]) -> None:
+        """Apply the view's keys, then the command line's."""
         plug_in = self._rules.plug_ins.get(section.path)
         section.takes_any = plug_in in content or any(override.parts[:1] == (plug_in,) for override in command_line)
         for key, node in content.items():
@@ -301,7 +281,6 @@ class ValidatedNest:
                 key, *rest = override.parts
                 self._rules.check_key(section, key, override.node)
                 self.add(section.path, key, Origin(self._wrapped(section, key, rest, override), SetBy.COMMAND_LINE))
-        return encoded
 
     def _wrapped(self, section: Section, key: str, rest: Sequence[str], override: _Override) -> Node:
         """The node of `a.b.c=v` for key `a`: a mapping that changes only `c`, even if the mapping is a single value."""

@@ -1,6 +1,7 @@
-"""The origins of a configuration's values: recorded for messages and `explain`; no run takes a value from them."""
+"""The origins of a configuration's values, the last of which applies: for the run, messages and `explain`."""
 
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,9 +81,19 @@ class ComposedConfig:
 
     view_file: str
     sections: Mapping[str, Section]
-    """Dotted path -> section."""
-    values: Mapping[str, Any]
-    """The values that confignest composed, as nested plain dictionaries."""
+    """Dotted path -> section, in the order of the tree."""
+
+    @functools.cached_property
+    def values(self) -> Mapping[str, Any]:
+        """The values that apply, as nested plain dictionaries; those that confignest composes."""
+        values: dict[str, Any] = {}
+        for path, section in self.sections.items():
+            *folders, name = path.split(".")
+            folder = values
+            for part in folders:
+                folder = folder.setdefault(part, {})
+            folder[name] = _applying(section.origins)
+        return values
 
     def origins(self, path: str) -> Sequence[Origin]:
         """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
@@ -108,3 +119,10 @@ class ComposedConfig:
 def leaves(sections: Mapping[str, Section]) -> dict[str, Sequence[Origin]]:
     """Dotted path of every value -> its origins, first to last."""
     return {path: origins for section in sections.values() for path, origins in section.leaves()}
+
+
+def _applying(origins: Any) -> Any:
+    """The value of the last of several origins, or of each key of a dictionary of origins."""
+    if isinstance(origins, dict):
+        return {key: _applying(nested) for key, nested in origins.items()}
+    return origins[-1].node.plain()

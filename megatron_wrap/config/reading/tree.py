@@ -17,11 +17,10 @@ OVERLAY_FOLDER = "nest"
 
 @dataclass(frozen=True)
 class TreeFile:
-    """A YAML file of the tree, at `location`. `relative` is its path below the tree's root."""
+    """A YAML file of the tree, at `location`."""
 
     name: str
     location: str
-    relative: str
     overlaid: bool
 
     @property
@@ -149,7 +148,7 @@ def _scan(roots: list[Path], relative: str) -> Folder:
                     f"{shown_path(entry)}: the tree has no such {kind}, so nothing would read it"
                     f"{did_you_mean(name, entries)}"
                 )
-            entries[name] = _scan(roots, path) if entry.is_dir() else TreeFile(name, entry.path, path, overlaid)
+            entries[name] = _scan(roots, path) if entry.is_dir() else TreeFile(name, entry.path, overlaid)
     result.entries = dict(sorted(entries.items()))
     if result.default is not None and result.default not in result.entries:
         raise ConfigError(
