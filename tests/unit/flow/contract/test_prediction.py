@@ -46,16 +46,12 @@ def test_a_flow_without_labels_is_refused() -> None:
             [AHEAD, f"{ARCH}window_size=[4, 0]", f"{ARCH}window_attn_skip_freq=[1, 0, 1, 0]"],
             r"no number in window_attn",
         ),
+        ([AHEAD, f"{ARCH}mtp_standalone=true"], r"mtp_standalone.*not Megatron-Core's own"),
     ],
 )
 def test_what_the_layers_do_not_support_is_refused(overrides: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         check_values(load_run_config(CONFIG, overrides))
-
-
-def test_keys_of_megatron_core_s_own_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"mtp_standalone.*not Megatron-Core's own"):
-        load_run_config(CONFIG, [AHEAD, f"{ARCH}mtp_standalone=true"])
 
 
 def test_a_flow_that_predicts_no_next_token_keeps_the_layers_without_a_loss() -> None:

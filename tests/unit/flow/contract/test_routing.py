@@ -15,6 +15,7 @@ from megatron_wrap.flow.contract.routing import RoutingShape
 
 SHAPE = RoutingShape(layers=(1, 2), num_layers=3, num_experts=4, topk=2, mode="R3")
 ROUTING = torch.tensor([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[3, 1], [-1, -1]]])
+EXPERTS = "model.arch.num_experts=4"
 CONFIG = Path(__file__).parents[3] / "distributed" / "models.yaml"
 
 
@@ -56,18 +57,14 @@ def test_routing_of_another_model_is_refused(routing: Any, named: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["megatron_lm.train.common.router_replay=R2"], "router_replay R2 needs .*num_experts, which is null; set it"),
-        (["megatron_lm.model.arch.num_experts=4", "megatron_lm.model.arch.moe_enable_routing_replay=true"], "R2 or R3"),
+        ("train.common.router_replay=R2", "router_replay R2 needs .*num_experts, which is null; set it"),
+        (f"{EXPERTS} model.arch.moe_enable_routing_replay=true", "R2 or R3"),
         (
-            [
-                "megatron_lm.train.common.router_replay=R3",
-                "megatron_lm.model.arch.num_experts=4",
-                "megatron_lm.model.arch.moe_router_load_balancing_type=sinkhorn",
-            ],
+            f"{EXPERTS} train.common.router_replay=R3 model.arch.moe_router_load_balancing_type=sinkhorn",
             "sinkhorn selects experts itself",
         ),
     ],
 )
-def test_models_that_cannot_replay_are_refused(overrides: list[str], named: str) -> None:
+def test_models_that_cannot_replay_are_refused(overrides: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        check_run(load_run_config(CONFIG, overrides))
+        check_run(load_run_config(CONFIG, [f"megatron_lm.{override}" for override in overrides.split()]))
