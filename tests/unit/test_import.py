@@ -12,7 +12,7 @@ HEAVY = "{'torch', 'megatron', 'numpy', 'transformers', 'yaml', 'loguru', 'wandb
 @pytest.mark.parametrize(
     ("statement", "loaded"),
     [
-        *((f"import megatron_wrap{module}", "set()") for module in ("", ".core", ".errors", ".registry")),
+        *((f"import megatron_wrap{module}", "set()") for module in ("", ".core", ".errors", ".platform", ".registry")),
         ("from megatron_wrap.checkpoint.precheck import find_checkpoint; find_checkpoint('nothing')", "{'yaml'}"),
     ],
 )

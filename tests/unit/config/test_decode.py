@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import operator
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -174,33 +175,25 @@ def test_keys_of_megatron_and_choices_say_what_to_write(write_run: Write, overri
     assert facts in message
 
 
-def test_values_of_the_right_type(write_run: Write) -> None:
-    config = load_run_config(
-        write_run("lr: 2e-4", "lr: 1"),
-        [
-            "megatron_lm.train.common.rampup_batch_size=[4, 2, 100]",
-            "megatron_lm.model.arch.num_experts=4",
-            "megatron_lm.model.arch.moe_aux_loss_coeff=1e-2",
-            "megatron_lm.model.arch.moe_layer_freq=[0, 1, 1, 1]",
-            "megatron_lm.model.arch.moe_input_jitter_eps=1e-2",
-            "megatron_lm.model.arch.attention_backend=unfused",
-            "megatron_lm.model.arch.window_size=[128, 0]",
-            "megatron_lm.train.optimizer.decoupled_weight_decay=false",
-            "megatron_lm.misc.ddp.average_in_collective=true",
-            "megatron_wrap.logger.metric_loggers=[a.b:C]",
-            "megatron_lm.model.arch.num_query_groups=null",
-        ],
-    )
-    assert type(config.learning_rate.lr) is float
-    assert config.train.rampup_batch_size == (4, 2, 100)
-    assert config.arch.upstream == {"moe_input_jitter_eps": 0.01, "attention_backend": "unfused"}
-    assert config.arch.window_size == (128, 0)
-    assert (config.arch.num_experts, config.arch.moe_aux_loss_coeff) == (4, 0.01)
-    assert config.arch.moe_layer_freq == (0, 1, 1, 1)
-    assert config.optimizer.upstream == {"decoupled_weight_decay": False}
-    assert config.ddp.upstream == {"average_in_collective": True}
-    assert config.logger.metric_loggers == ("a.b:C",)
-    assert config.arch.num_query_groups is None
+@pytest.mark.parametrize(
+    ("override", "section", "expected"),
+    [
+        ("train.common.rampup_batch_size=[4, 2, 100]", "train.rampup_batch_size", (4, 2, 100)),
+        ("model.arch.num_experts=4", "arch.num_experts", 4),
+        ("model.arch.moe_aux_loss_coeff=1e-2", "arch.moe_aux_loss_coeff", 0.01),
+        ("model.arch.moe_layer_freq=[0, 1, 1, 1]", "arch.moe_layer_freq", (0, 1, 1, 1)),
+        ("model.arch.moe_input_jitter_eps=1e-2", "arch.upstream", {"moe_input_jitter_eps": 0.01}),
+        ("model.arch.attention_backend=unfused", "arch.upstream", {"attention_backend": "unfused"}),
+        ("model.arch.window_size=[128, 0]", "arch.window_size", (128, 0)),
+        ("model.arch.num_query_groups=null", "arch.num_query_groups", None),
+        ("train.learning-rate.lr=1", "learning_rate.lr", 1.0),
+        ("train.optimizer.decoupled_weight_decay=false", "optimizer.upstream", {"decoupled_weight_decay": False}),
+        ("misc.ddp.average_in_collective=true", "ddp.upstream", {"average_in_collective": True}),
+    ],
+)
+def test_values_of_the_right_type(write_run: Write, override: str, section: str, expected: object) -> None:
+    value = operator.attrgetter(section)(load_run_config(write_run(), [f"megatron_lm.{override}"]))
+    assert (value, type(value)) == (expected, type(expected))
 
 
 @pytest.mark.parametrize(

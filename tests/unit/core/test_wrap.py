@@ -63,22 +63,21 @@ def test_constructing_has_no_side_effects():
         (lambda wrap: wrap.tp_size, r"call wrap\.initialize\(\) first"),
         (lambda wrap: wrap.dp_group, r"call wrap\.initialize\(\) first"),
         (lambda wrap: wrap.train([]), r"call wrap\.initialize\(\) and wrap\.setup_model_and_optimizer\(\) first"),
-        (lambda wrap: wrap.iteration, "setup_model_and_optimizer"),
-        (lambda wrap: wrap.evaluate({}), "setup_model_and_optimizer"),
-        (lambda wrap: wrap.forward([]), "setup_model_and_optimizer"),
-        (lambda wrap: wrap.save(), "setup_model_and_optimizer"),
-        (lambda wrap: wrap.load("x"), "setup_model_and_optimizer"),
-        (lambda wrap: next(wrap.batches([])), "setup_model_and_optimizer"),
-        (lambda wrap: wrap.log_last_metrics(), "setup_model_and_optimizer"),
+        *(
+            (call, "setup_model_and_optimizer")
+            for call in (
+                *(lambda wrap: wrap.iteration, lambda wrap: wrap.evaluate({}), lambda wrap: wrap.forward([])),
+                *(lambda wrap: wrap.save(), lambda wrap: wrap.load("x"), lambda wrap: next(wrap.batches([]))),
+                lambda wrap: wrap.log_last_metrics(),
+            )
+        ),
     ],
 )
 def test_a_call_out_of_order_names_the_call_that_must_come_first(call, message):
-    wrap: list[Any] = []
-
-    wrap.append(MegatronWrap("run.yaml"))
+    wrap = MegatronWrap("run.yaml")
     with pytest.raises(MegatronWrapError, match=message):
-        call(wrap[0])
-    wrap[0].close()  # without initialize
+        call(wrap)
+    wrap.close()  # without initialize
 
 
 def test_close_ends_a_run_and_another_can_begin():
@@ -344,26 +343,20 @@ def test_metrics_missing_from_the_first_step_are_refused():
 
 
 def test_batches_are_a_permutation_of_each_epoch_and_a_resumed_run_continues_them():
-    straight, resumed = [], []
-
-    def go_on(wrap: MegatronWrap, taken: list[Any], until: int) -> None:
-        for batch in wrap.batches(data()):
-            if wrap.iteration == until:
-                break
-            taken.append([sample["input_ids"][0] for sample in batch])
-            wrap.train(batch)
-
-    with started(f"{TRAIN}.train_iters=8") as wrap:
-        go_on(wrap, straight, until=8)
-    for until in (3, 8):
-        with started(f"{TRAIN}.train_iters=8", f"{TRAIN}.save=saved", "megatron_wrap.data.num_workers=1") as wrap:
-            go_on(wrap, resumed, until)
+    taken: dict[str, list[Any]] = {"straight": [], "resumed": []}
+    for save, until in (("straight", 8), ("resumed", 3), ("resumed", 8)):
+        with started(f"{TRAIN}.train_iters=8", f"{TRAIN}.save={save}", "megatron_wrap.data.num_workers=1") as wrap:
+            for batch in wrap.batches(data()):
+                if wrap.iteration == until:
+                    break
+                taken[save].append([sample["input_ids"][0] for sample in batch])
+                wrap.train(batch)
             workers = multiprocessing.active_children()
             wrap.save()
             assert multiprocessing.active_children() == workers  # Megatron-Core would start one
-    assert resumed == straight
-    assert len(straight) == 8
-    first_epoch = [sample for batch in straight[:6] for sample in batch]
+    assert taken["resumed"] == taken["straight"]
+    assert len(taken["straight"]) == 8
+    first_epoch = [sample for batch in taken["straight"][:6] for sample in batch]
     assert sorted(first_epoch) == list(range(24)) != first_epoch
 
 
@@ -564,30 +557,30 @@ def test_the_representation_shows_model_layout_and_iteration() -> None:
         assert repr(wrap) == "<MegatronWrap run: 1 layer of 32, gpt_sft, tp1 pp1 cp1 dp1, iteration 1 of 6>"
 
 
-def test_an_interrupt_says_where_the_run_stands_and_how_to_resume() -> None:
-    def train(*overrides: str) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "; nothing was saved, because megatron_lm.train.common.save is null"),
+        ((f"{TRAIN}.save=all",), "; there is no checkpoint yet"),
+        ((f"{TRAIN}.save=all", f"{TRAIN}.save_interval=2"), "; newest checkpoint: all/iter_0000002; the same command"),
+        (
+            (f"{TRAIN}.save=all", f"{TRAIN}.save_interval=2", "megatron_wrap.checkpoint.resume=never"),
+            "all/iter_0000002; to resume from it, set megatron_wrap.checkpoint.resume=auto",
+        ),
+    ],
+)
+def test_an_interrupt_says_where_the_run_stands_and_how_to_resume(overrides, message) -> None:
+    def train() -> None:
         with started(*overrides) as wrap:
             for batch in wrap.batches(data()):
                 wrap.train(batch)
                 if wrap.iteration == 3:
                     raise KeyboardInterrupt
 
-    def interrupted(*overrides: str) -> str:
-        with pytest.raises(KeyboardInterrupt) as interrupt:
-            train(*overrides)
-        return str(interrupt.value)
-
-    assert "after iteration 3 of 6; nothing was saved, because megatron_lm.train.common.save is null" in interrupted()
-    save = f"{TRAIN}.save=checkpoints"
-    assert "after iteration 3 of 6; there is no checkpoint yet" in interrupted(save)
-    message = interrupted(save, f"{TRAIN}.save_interval=2")
-    assert message == (
-        "interrupted after iteration 3 of 6; newest checkpoint: checkpoints/iter_0000002; the same command resumes "
-        "from it"
-    )
-    save = f"{TRAIN}.save=others"
-    message = interrupted(save, f"{TRAIN}.save_interval=2", "megatron_wrap.checkpoint.resume=never")
-    assert message.endswith("others/iter_0000002; to resume from it, set megatron_wrap.checkpoint.resume=auto")
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        train()
+    assert "interrupted after iteration 3 of 6; " in str(interrupt.value)
+    assert message in str(interrupt.value)
 
 
 def test_each_step_is_recorded_for_every_log_interval(capfd):

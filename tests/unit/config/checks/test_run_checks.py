@@ -100,38 +100,34 @@ def test_what_is_refused_together(write_run: Write, case: dict[str, Any]) -> Non
     assert_facts(message, f": {case['message']}")
 
 
+KTO = "flow.__select__=gpt_kto data.__select__=none arch.vocab_size=60"
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["arch.num_attention_heads=7", "arch.kv_channels=32", "arch.num_query_groups=7"],
-        ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
-        ["parallel.pipeline_model_parallel_size=2", "parallel.num_layers_per_virtual_pipeline_stage=1"],
-        ["parallel.virtual_pipeline_model_parallel_size=1"],
-        ["optimizer.weight_decay_incr_style=cosine", "optimizer.end_weight_decay=0.1"],
-        ["optimizer.use_distributed_optimizer=true", "ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true"],
-        ["recompute.__select__=full"],
-        ["recompute.__select__=selective", "recompute.recompute_modules=[mlp]"],
-        ["rate.lr_decay_style=WSD", "rate.lr_wsd_decay_iters=4"],
-        ["dtype.__select__=fp16", "dtype.loss_scale=128"],
-        ["arch.num_experts=4", "parallel.expert_model_parallel_size=2"],
-        ["arch.num_experts=4", "arch.moe_layer_freq='[0]+3*[1]'"],
-        [
-            *("arch.num_experts=4", "arch.ffn_hidden_size=511", "arch.moe_ffn_hidden_size=64"),
-            "parallel.tensor_model_parallel_size=2",
-        ],
-        ["arch.vocab_size=null", "data.tokenizer=folder"],
-        ["train.sample_prompts=[It was, Once]", "data.tokenizer=folder"],
-        ["train.sample_prompts=[[{role: user, content: Hello}], Once]", "data.tokenizer=folder"],
-        [
-            *("flow.__select__=gpt_kto", "data.__select__=none", "arch.vocab_size=60"),
-            *("train.micro_batch_size=1", "train.global_batch_size=1", "flow.loss_type=apo_zero_unpaired"),
-        ],
-        ["train.eval_interval=5"],  # the caller gives wrap.evaluate its samples
+        "arch.num_attention_heads=7 arch.kv_channels=32 arch.num_query_groups=7",
+        "parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=true",
+        "parallel.pipeline_model_parallel_size=2 parallel.num_layers_per_virtual_pipeline_stage=1",
+        "parallel.virtual_pipeline_model_parallel_size=1",
+        "optimizer.weight_decay_incr_style=cosine optimizer.end_weight_decay=0.1",
+        "optimizer.use_distributed_optimizer=true ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true",
+        "recompute.__select__=full",
+        "recompute.__select__=selective recompute.recompute_modules=[mlp]",
+        "rate.lr_decay_style=WSD rate.lr_wsd_decay_iters=4",
+        "dtype.__select__=fp16 dtype.loss_scale=128",
+        "arch.num_experts=4 parallel.expert_model_parallel_size=2",
+        "arch.num_experts=4 arch.moe_layer_freq='[0]+3*[1]'",
+        "arch.num_experts=4 arch.ffn_hidden_size=511 arch.moe_ffn_hidden_size=64 parallel.tensor_model_parallel_size=2",
+        "arch.vocab_size=null data.tokenizer=folder",
+        "train.sample_prompts=[It,Once] data.tokenizer=folder",
+        'train.sample_prompts=[[{"role":"user","content":"Hello"}],Once] data.tokenizer=folder',
+        f"{KTO} train.micro_batch_size=1 train.global_batch_size=1 flow.loss_type=apo_zero_unpaired",
+        "train.eval_interval=5",  # the caller gives wrap.evaluate its samples
     ],
-    ids=lambda overrides: overrides[-1],
 )
-def test_what_is_accepted(write_run: Write, overrides: list[str]) -> None:
-    check_values(load(write_run(), *overrides))
+def test_what_is_accepted(write_run: Write, overrides: str) -> None:
+    check_values(load(write_run(), *overrides.split()))
 
 
 def splits() -> Iterator[tuple[int, int, int | None, int | None, int | None]]:
