@@ -38,19 +38,6 @@ def test_values_and_gradients_equal_log_softmax(dtype, tolerance, chunk_bytes, m
     torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_log_probs_do_not_modify_the_logits():
-    logits = torch.randn(1, 3, 8)
-    before = logits.clone()
-    token_log_probs(logits, torch.zeros(1, 3, dtype=torch.long), OneRank())
-    assert torch.equal(logits, before)
-
-
-def test_log_probs_pass_gradcheck():
-    logits = torch.randn(1, 2, 6, dtype=torch.float64, requires_grad=True)
-    ids = torch.tensor([[1, 5]])
-    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, ids, OneRank()), logits)
-
-
 def test_vocabulary_max_equals_torch_max():
     logits = torch.randn(2, 3, 11, requires_grad=True)
     actual = vocabulary_max(logits, OneRank())
