@@ -12,10 +12,8 @@ HEAVY = "{'torch', 'megatron', 'numpy', 'transformers', 'yaml', 'loguru', 'wandb
 @pytest.mark.parametrize(
     ("statement", "loaded"),
     [
-        *(
-            (f"import megatron_wrap{module}", "set()")
-            for module in ("", ".core", ".errors", ".metrics.declared", ".platform", ".registry")
-        ),
+        *((f"import megatron_wrap{module}", "set()") for module in ("", ".core", ".errors", ".platform", ".registry")),
+        ("import megatron_wrap.metrics.declared", "set()"),
         ("from megatron_wrap.checkpoint.precheck import find_checkpoint; find_checkpoint('nothing')", "{'yaml'}"),
     ],
 )

@@ -1,7 +1,5 @@
 """Names in files stay in their folder, links included; the links of the Hugging Face hub's cache are followed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

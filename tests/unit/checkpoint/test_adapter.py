@@ -1,7 +1,5 @@
 """The adapter of a checkpoint, and its base, compared with the run's before a process starts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

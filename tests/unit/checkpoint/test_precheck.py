@@ -1,7 +1,5 @@
 """Validation of checkpoints before a process starts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

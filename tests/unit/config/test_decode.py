@@ -98,24 +98,6 @@ def test_a_flow_of_one_s_own_has_any_keys(write_run: Write) -> None:
     assert_facts(refusal(run, "megatron_wrap.flow.beta=0.5"), "command line megatron_wrap.flow.beta: flow_key")
 
 
-@pytest.mark.parametrize(
-    ("override", "facts"),
-    [
-        ("seed=4.0", "4.0"),
-        ("seed=true", "true"),
-        ("seed=null", "an integer, not null"),
-        ("finetune=1", "true or false, not the integer 1"),
-        ("finetune=yes", "'yes'"),
-        ("save=3", "a string or null, not the integer 3"),
-        ("rampup_batch_size=[1, 2]", "3 values, each an integer or null, not the list [1, 2]"),
-    ],
-)
-def test_values_of_another_type(write_run: Write, override: str, facts: str) -> None:
-    message = refusal(write_run(), f"megatron_lm.train.common.{override}")
-    assert f"megatron_lm.train.common.{override.partition('=')[0]}: " in message
-    assert facts in message
-
-
 @pytest.mark.transformers
 @pytest.mark.parametrize(
     ("name", "class_name", "settings", "renamed"),
@@ -144,35 +126,6 @@ def test_shapes_are_those_of_the_defaults_of_transformers(
 
 
 ARCH, DDP, RATE = "megatron_lm.model.arch", "megatron_lm.misc.ddp", "megatron_lm.train.learning-rate"
-
-
-@pytest.mark.parametrize(
-    ("override", "facts"),
-    [
-        (f"{RATE}.lr=fast", "a number, not the string 'fast'"),
-        (f"{RATE}.lr=.inf", "a number, not the float inf"),
-        (f"{RATE}.lr_decay_style=cosin", "constant, linear, cosine, inverse-square-root, WSD, not the string 'cosin'"),
-        (f"{ARCH}.fp8=e5m2", "one of e4m3, hybrid or null, not the string 'e5m2'"),
-        (f"{ARCH}.attention_backend=flush", "one of flash, fused, unfused, local, auto, not the string 'flush'"),
-        (f"{ARCH}.embedding_init_method=normal", "Optional[Callable]"),
-        (f"{ARCH}.tensor_model_parallel_size=2", "megatron_lm.model.parallel.tensor_model_parallel_size"),
-        (f"{ARCH}.layernorm_epsilon=1", f"{ARCH}.norm_epsilon"),
-        (f"{ARCH}.gated_linear_unit=true", f"{ARCH}.swiglu"),
-        (f"{ARCH}.bf16=true", "dtype: {__select__: NAME}"),
-        (f"{DDP}.grad_reduce_in_fp32=true", f"{DDP}.accumulate_allreduce_grads_in_fp32"),
-        ("megatron_lm.train.optimizer.lr=1", f"{RATE}.lr"),
-        (f"{ARCH}.use_flash_attn=true", f"{ARCH}.transformer_impl"),
-        (f"{ARCH}.use_rotary_position_embeddings=true", f"{ARCH}.position_embedding_type: rope"),
-        (f"{ARCH}.model_type=true", "megatron_wrap.model_provider.provider_key"),
-        ("megatron_lm.train.common.use_checkpoint_args=true", "the YAML is the only source of arguments"),
-        ("megatron_lm.train.common.bf16=true", "megatron_lm.train.dtype"),
-        ("megatron_wrap.data.validation.a=1", "a path or a mapping with path, not the integer 1"),
-    ],
-)
-def test_keys_of_megatron_and_choices_say_what_to_write(write_run: Write, override: str, facts: str) -> None:
-    message = refusal(write_run(), override)
-    assert message.startswith(f"command line {override.partition('=')[0]}: ")
-    assert facts in message
 
 
 @pytest.mark.parametrize(

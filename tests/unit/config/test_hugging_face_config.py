@@ -1,7 +1,5 @@
 """`model_provider.hf_path`: config.json gives the architecture, and the YAML may not contradict it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Runs of these tests: started, and their files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Each test with a run has a forked process with a group of its own.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """Frozen parameters and noise on embeddings in a run on one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import _runs

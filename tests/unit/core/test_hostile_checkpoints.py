@@ -1,7 +1,5 @@
 """Checkpoints whose files run code when they are unpickled: refused where a run reads them, and nothing is executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,8 +1,6 @@
 """Loading on one process: runs given in epochs, the tokenized cache, rows that are left out, batches that are edited,
 and workers that end with the run."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`megatron_wrap.profile` of a run: it changes no number, and profiles the rows of steps that it names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

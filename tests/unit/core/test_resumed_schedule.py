@@ -3,8 +3,6 @@
 Each test runs in a forked process with a group of its own.
 """
 
-from __future__ import annotations
-
 import pytest
 from _runs import started
 

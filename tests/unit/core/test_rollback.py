@@ -1,7 +1,5 @@
 """`on_bad_step: rollback` on one process: what is recorded, and when the run ends despite it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import _runs

@@ -1,7 +1,5 @@
 """What a run writes for TensorBoard and for `megatron-wrap report`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,8 +1,6 @@
 """Steps without a trained token: skipped in the same way by every loss, with the metrics that are known without one;
 and a run of such steps. One process."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The facade's verbs around Hugging Face folders, on one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

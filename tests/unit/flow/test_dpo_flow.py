@@ -1,7 +1,5 @@
 """Preference optimization: weights of pairs, and options that are refused. No process group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: loss mask, shift, padding and truncation of conversations. No process group."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Any

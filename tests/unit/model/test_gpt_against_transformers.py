@@ -1,8 +1,6 @@
 """The provider `gpt_model` against transformers: logits, loss of `gpt_sft` and all gradients, in fp32 with random
 parameters, for each architecture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

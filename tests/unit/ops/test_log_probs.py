@@ -1,20 +1,15 @@
 """Vocabulary-parallel log-probabilities against torch's full-vocabulary computation."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_wrap.ops import log_probs
 from megatron_wrap.ops.log_probs import token_log_probs, vocabulary_max
 
-
-class OneRank:
-    """A group of one, which needs no torch.distributed."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
+ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+"""A group of one, which needs no torch.distributed."""
 
 
 @pytest.mark.parametrize(
@@ -27,7 +22,7 @@ def test_values_and_gradients_equal_log_softmax(dtype, tolerance, chunk_bytes, m
     logits = (torch.randn(2, 5, 37) * 3).to(dtype).requires_grad_()
     ids = torch.randint(0, 37, (2, 5))
     weights = torch.randn(2, 5, dtype=torch.float64)
-    actual = token_log_probs(logits, ids, OneRank())
+    actual = token_log_probs(logits, ids, ONE_RANK)
     (actual.double() * weights).sum().backward()
 
     wide = logits.detach().double().requires_grad_()
@@ -40,7 +35,7 @@ def test_values_and_gradients_equal_log_softmax(dtype, tolerance, chunk_bytes, m
 
 def test_vocabulary_max_equals_torch_max():
     logits = torch.randn(2, 3, 11, requires_grad=True)
-    actual = vocabulary_max(logits, OneRank())
+    actual = vocabulary_max(logits, ONE_RANK)
     (actual**2).sum().backward()
     other = logits.detach().clone().requires_grad_()
     expected = other.max(dim=-1).values

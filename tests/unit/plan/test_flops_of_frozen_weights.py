@@ -1,7 +1,5 @@
 """FLOPs where weights are frozen, against torch's FLOP counter: of transformers and peft, and of our own steps."""
 
-from __future__ import annotations
-
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path

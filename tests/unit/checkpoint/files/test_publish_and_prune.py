@@ -1,7 +1,5 @@
 """Checkpoint folders: visible only when complete, and never fewer than before, also after a killed process."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

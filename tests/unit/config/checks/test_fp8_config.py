@@ -90,38 +90,6 @@ def test_a_model_that_is_not_trained_computes_in_bf16() -> None:
 OFFLOADED = "optimizer.optimizer_cpu_offload=true optimizer.use_precision_aware_optimizer=true"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "facts"),
-    [
-        ("dtype.fp8_param_gather=true", f"{DTYPE}.fp8_param_gather true {DTYPE}.fp8 null hybrid"),
-        ("dtype.first_last_layers_bf16=true", f"{DTYPE}.first_last_layers_bf16 true {DTYPE}.fp8 null hybrid"),
-        ("dtype.fp8=hybrid dtype.__select__=fp32", f"{DTYPE}.fp8 hybrid bf16: true"),
-        ("dtype.fp8=hybrid arch.transformer_impl=torch", "hybrid transformer_impl torch auto fp8: null"),
-        (
-            "dtype.fp8=hybrid dtype.first_last_layers_bf16=true",
-            f"{DTYPE}.first_last_layers_bf16 true delayed blockwise",
-        ),
-        (
-            f"{TENSORWISE} dtype.first_last_layers_bf16=true dtype.num_layers_at_start_in_bf16=17",
-            f"{DTYPE}.num_layers_at_start_in_bf16 17 16",
-        ),
-        ("dtype.fp8=hybrid arch.ffn_hidden_size=8200", f"{DTYPE}.fp8 16 ffn_hidden_size 8200"),
-        (
-            f"dtype.fp8=hybrid dtype.fp8_recipe=blockwise {GATHERED} arch.ffn_hidden_size=8208",
-            f"{DTYPE}.fp8 128 ffn_hidden_size 8208",
-        ),
-        (
-            f"{TENSORWISE} {GATHERED} {OFFLOADED} optimizer.optimizer_offload_fraction=1.0",
-            f"{DTYPE}.fp8_param_gather optimizer_cpu_offload delayed tensorwise",
-        ),
-    ],
-)
-def test_contradictions_are_refused(overrides: str, facts: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_values(load(overrides))
-    assert all(fact in str(raised.value) for fact in facts.split()), raised.value
-
-
 def test_sizes_are_those_of_one_tensor_parallel_process() -> None:
     config = load("dtype.fp8=hybrid")
     check_values(config)

@@ -100,6 +100,20 @@ def test_what_is_refused_together(write_run: Write, case: dict[str, Any]) -> Non
     assert_facts(message, f": {case['message']}")
 
 
+ON_RUNS = [(group, row) for group in REFUSALS["on_runs"] for row in group["rows"]]
+
+
+@pytest.mark.parametrize(("group", "row"), ON_RUNS, ids=str)
+def test_what_is_refused_on_other_runs(write_run: Write, group: dict[str, Any], row: list[Any]) -> None:
+    """By the reader or by the checks."""
+    overrides, *facts = row
+    texts = [group.get("prefix", "") + text for text in ([overrides] if isinstance(overrides, str) else overrides)]
+    run = CONFIGS.parent / group["run"] if "run" in group else write_run()
+    message = refusal(MegatronWrapError, lambda: check_values(load_run_config(run, texts)))
+    assert not group.get("located") or message.startswith(f"command line {texts[0].partition('=')[0]}: ")
+    assert all(fact in message for fact in facts), message
+
+
 KTO = "flow.__select__=gpt_kto data.__select__=none arch.vocab_size=60"
 
 

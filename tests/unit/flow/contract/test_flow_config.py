@@ -1,7 +1,5 @@
 """Decoding of a flow's section of the YAML into the dataclass that the flow declares. No process group."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

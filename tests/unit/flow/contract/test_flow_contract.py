@@ -1,7 +1,5 @@
 """Common to all flows: look-up, options, helpers, errors. No process group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The losses on pairs as formulas in float64, the options that are refused, and KTO's samples. No process group."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

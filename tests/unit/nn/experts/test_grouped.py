@@ -1,7 +1,5 @@
 """`GroupedExperts` against Megatron-Core's experts one after the other, and the keys that select them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

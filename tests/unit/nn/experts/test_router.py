@@ -1,7 +1,5 @@
 """Auxiliary losses of MoE routers with padding, against transformers and formulas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """Tensors that torch.save wrote are read into existing memory as torch.load reads them, or left to torch.load; from a
 file, and from bytes that lie in several arrays."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import zipfile
