@@ -16,7 +16,7 @@ from _runs import read_rows, ready, started, write_rows
 
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.engine.state.state import BestEvaluation, Progress
+from megatron_wrap.engine.state.state import BestEvaluation
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils.metric_loggers import MetricLoggerEntry
 
@@ -205,15 +205,6 @@ def test_an_unknown_metric_is_refused_before_the_first_step(data):
     ):
         wrap.fit()
     assert wrap.evaluated == [0]
-
-
-def test_a_checkpoint_of_an_earlier_release_has_no_best_evaluation():
-    from megatron_wrap.checkpoint.content import common_entries, saved_best, saved_progress
-
-    before = common_entries(Progress(iteration=7), BestEvaluation(4, 0.5, 1, 6))
-    assert saved_best(before) == BestEvaluation(4, 0.5, 1, 6)
-    del before["best_evaluation"]
-    assert (saved_best(before), saved_progress(before).iteration) == (BestEvaluation(), 7)
 
 
 def test_the_export_of_the_best_checkpoint_is_kept(tmp_path):

@@ -15,7 +15,6 @@ import numpy
 import pytest
 import torch
 
-from megatron_wrap.checkpoint.content import saved_progress
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.data.order.workers import Workers
 from megatron_wrap.engine.batches import loader
@@ -362,9 +361,3 @@ def test_a_flow_s_own_error_keeps_its_type():
         pytest.raises(DataError, match=r"^train\.jsonl:10: no nine$"),
     ):
         [wrap.train(batch) for batch in wrap.batches()]
-
-
-def test_a_checkpoint_without_a_position_in_the_data_continues_after_its_samples():
-    counters = {"iteration": 3, "consumed_samples": 12, "consumed_tokens": 99, "skipped_iterations": 0}
-    progress = saved_progress({"progress": counters})
-    assert (progress.consumed_samples, progress.data, progress.skipped_samples) == (12, {}, 0)
