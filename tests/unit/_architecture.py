@@ -3,8 +3,6 @@
 `scripts/architecture.py` prints the same findings as a table.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

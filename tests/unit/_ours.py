@@ -1,7 +1,5 @@
 """Which objects are of classes of the package, as far as annotations and constructor calls show it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Secrets in what a run writes."""
 
-from __future__ import annotations
-
 from megatron_wrap.hidden_secrets import hide_secrets, remember_secrets, without_secrets
 
 

@@ -10,18 +10,17 @@ HEAVY = "{'torch', 'megatron', 'numpy', 'transformers', 'yaml', 'loguru', 'wandb
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("statement", "loaded"),
     [
-        "import megatron_wrap",
-        "import megatron_wrap.core",
-        "import megatron_wrap.errors",
-        "import megatron_wrap.registry",
+        *((f"import megatron_wrap{module}", "set()") for module in ("", ".core", ".errors", ".platform", ".registry")),
+        ("import megatron_wrap.metrics.declared", "set()"),
+        ("from megatron_wrap.checkpoint.precheck import find_checkpoint; find_checkpoint('nothing')", "{'yaml'}"),
     ],
 )
-def test_an_import_loads_nothing_heavy(statement: str) -> None:
+def test_an_import_loads_nothing_heavy(statement: str, loaded: str) -> None:
     code = f"{statement}; import sys; print({HEAVY} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "set()"
+    assert result.stdout.strip() == loaded
 
 
 def test_operations_load_without_torch_and_what_starts_the_platform_without_megatron_core() -> None:

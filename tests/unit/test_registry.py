@@ -26,9 +26,3 @@ def test_a_module_that_ends_the_process_on_import_is_named(tmp_path: Path, monke
     registry: Registry[object] = Registry("flow", "no.such.group", {})
     with pytest.raises(ConfigError, match=r"'a_program:Flow': module 'a_program' calls sys\.exit\(0\)"):
         registry.resolve("a_program:Flow")
-
-
-def test_an_unknown_name_suggests_the_closest() -> None:
-    registry: Registry[object] = Registry("flow", "no.such.group", {"gpt_sft": "megatron_wrap.flow.sft:Flow"})
-    with pytest.raises(ConfigError, match=r"'gpt_stf'; did you mean gpt_sft\?"):
-        registry.resolve("gpt_stf")

@@ -1,8 +1,8 @@
 """Strict reading of a run's YAML (the view) over the tree of YAML files (the nest).
 
 The format is confignest's. The view and the files that it selects are validated key by key, with file and line: keys
-that confignest would drop, invent or crash on are refused. The walk records the lines that set each value
-(`origins.py`). The last one is the value; the tests compare it with what confignest composes.
+that confignest would drop, invent or crash on are refused here. The walk records the origins of each value
+(`origins.py`); the last one applies, which the tests compare with what confignest composes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.reading.origins import ComposedConfig, Origin, Section, SetBy, composed_values, leaves
+from megatron_wrap.config.reading.origins import ComposedConfig, Origin, Section, SetBy, leaves
 from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, open_tree
 from megatron_wrap.config.reading.unknown_keys import KeyRules
 from megatron_wrap.config.reading.yaml_nodes import COMMAND_LINE, Node, describe, read_value, read_yaml
@@ -62,7 +62,7 @@ def _nested(node: Node, parts: Sequence[str]) -> Node:
 
 
 class ValidatedNest:
-    """A view and its nest, validated and not yet composed; returned by `read_nest`."""
+    """A view and its nest, validated; returned by `read_nest`."""
 
     def __init__(self, view_file: str, root: Folder, rules: KeyRules) -> None:
         self.view_file = view_file
@@ -81,8 +81,8 @@ class ValidatedNest:
         self._set(self.sections[section_path].origins, key, origin, f"{section_path}.{key}")
 
     def compose(self) -> ComposedConfig:
-        """The values and their origins."""
-        return ComposedConfig(self.view_file, self.sections, composed_values(self.sections))
+        """The sections with the values that apply."""
+        return ComposedConfig(self.view_file, self.sections)
 
     def walk(self, view: Node, command_line: Sequence[_Override]) -> None:
         """Validate the view and the command line; called once."""
@@ -93,7 +93,7 @@ class ValidatedNest:
     # ---- folders
 
     def _folder(self, folder: Folder, view: Node | None, path: str, command_line: Sequence[_Override]) -> None:
-        """Validate a folder of the tree with its part of the view, and record the origins of its values."""
+        """Validate a folder of the tree with its part of the view."""
         content = self._mapping(view, path)
         if folder.selects_one:
             self._selection(folder, content, view, path, command_line)
@@ -242,7 +242,7 @@ class ValidatedNest:
             name = parent.value.removesuffix(".yaml")
 
     def _set(self, origins: dict[str, Any], key: str, origin: Origin, path: str) -> None:
-        """Record that `origin` sets a key.
+        """Record that `origin` sets `key`.
 
         A mapping changes the keys that it names where the value is a mapping already (or, in a file of the tree, where
         there is no value yet); elsewhere it is a single value, such as the sets of data.validation.

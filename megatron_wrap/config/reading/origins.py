@@ -1,6 +1,7 @@
-"""The values of a configuration and their origins, the lines that set them."""
+"""The origins of a configuration's values, the last of which applies: for the run, messages and `explain`."""
 
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,9 +81,19 @@ class ComposedConfig:
 
     view_file: str
     sections: Mapping[str, Section]
-    """Dotted path -> section."""
-    values: Mapping[str, Any]
-    """Nested plain dictionaries, in the order of the tree."""
+    """Dotted path -> section, in the order of the tree."""
+
+    @functools.cached_property
+    def values(self) -> Mapping[str, Any]:
+        """The values that apply, as nested plain dictionaries; those that confignest composes."""
+        values: dict[str, Any] = {}
+        for path, section in self.sections.items():
+            *folders, name = path.split(".")
+            folder = values
+            for part in folders:
+                folder = folder.setdefault(part, {})
+            folder[name] = _applying(section.origins)
+        return values
 
     def origins(self, path: str) -> Sequence[Origin]:
         """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
@@ -105,25 +116,13 @@ class ComposedConfig:
         return values
 
 
-def composed_values(sections: Mapping[str, Section]) -> dict[str, Any]:
-    """The values that the last origins set, as nested plain dictionaries."""
-
-    def plain(origins: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: plain(nested) if isinstance(nested, dict) else nested[-1].node.plain()
-            for key, nested in origins.items()
-        }
-
-    values: dict[str, Any] = {}
-    for path, section in sections.items():
-        *folders, name = path.split(".")
-        mapping = values
-        for folder in folders:
-            mapping = mapping.setdefault(folder, {})
-        mapping[name] = plain(section.origins)
-    return values
-
-
 def leaves(sections: Mapping[str, Section]) -> dict[str, Sequence[Origin]]:
     """Dotted path of every value -> its origins, first to last."""
     return {path: origins for section in sections.values() for path, origins in section.leaves()}
+
+
+def _applying(origins: Any) -> Any:
+    """The value of the last of several origins, or of each key of a dictionary of origins."""
+    if isinstance(origins, dict):
+        return {key: _applying(nested) for key, nested in origins.items()}
+    return origins[-1].node.plain()

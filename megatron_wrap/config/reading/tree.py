@@ -17,11 +17,10 @@ OVERLAY_FOLDER = "nest"
 
 @dataclass(frozen=True)
 class TreeFile:
-    """A YAML file of the tree, at `location`. `relative` is its path below the tree's root."""
+    """A YAML file of the tree, at `location`."""
 
     name: str
     location: str
-    relative: str
     overlaid: bool
 
     @property
@@ -89,39 +88,22 @@ def open_tree(view: Path) -> Folder:
         raise ConfigError(f"{shipped}: the tree of the package is missing; install megatron-wrap again")
     if overlay.is_dir() and overlay != shipped.resolve():
         return _scan([shipped, overlay], "")
-    return _last_scan(shipped, shown_path(shipped)).current()
-
-
-class _Scanned:
-    """The tree of one root; it is scanned again when a folder or a manifest has changed."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._tree = Folder("", "")
-        self._changed: dict[str, int] = {}  # path -> time of its last change in nanoseconds
-
-    def current(self) -> Folder:
-        """The tree; callers do not change it."""
-        if not self._changed or any(_changed(path) != changed for path, changed in self._changed.items()):
-            folders = [folder for folder, _, _ in os.walk(self._root)]
-            paths = [*folders, *(os.path.join(folder, MANIFEST) for folder in folders)]
-            self._changed = {path: _changed(path) for path in paths}
-            self._tree = _scan([self._root], "")
-        return self._tree
-
-
-def _changed(path: str) -> int:
-    """0 if there is no such file or folder."""
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0
+    return _scanned(shipped, shown_path(shipped), _changes(shipped))
 
 
 @functools.lru_cache(maxsize=2)
-def _last_scan(root: Path, shown: str) -> _Scanned:
-    """That of a root, whose folders messages show as `shown`: it depends on the working directory."""
-    return _Scanned(root)
+def _scanned(root: Path, shown: str, changes: tuple[tuple[str, int], ...]) -> Folder:
+    """The tree of one root, whose folders messages show as `shown`: it depends on the working directory."""
+    return _scan([root], "")
+
+
+def _changes(root: Path) -> tuple[tuple[str, int], ...]:
+    """Each folder and manifest of a tree with the time of its last change in nanoseconds."""
+    folders = [(folder, MANIFEST in files) for folder, _, files in os.walk(root)]
+    paths = [path for path, _ in folders] + [
+        os.path.join(path, MANIFEST) for path, has_manifest in folders if has_manifest
+    ]
+    return tuple((path, os.stat(path).st_mtime_ns) for path in paths)
 
 
 def _scan(roots: list[Path], relative: str) -> Folder:
@@ -149,7 +131,7 @@ def _scan(roots: list[Path], relative: str) -> Folder:
                     f"{shown_path(entry)}: the tree has no such {kind}, so nothing would read it"
                     f"{did_you_mean(name, entries)}"
                 )
-            entries[name] = _scan(roots, path) if entry.is_dir() else TreeFile(name, entry.path, path, overlaid)
+            entries[name] = _scan(roots, path) if entry.is_dir() else TreeFile(name, entry.path, overlaid)
     result.entries = dict(sorted(entries.items()))
     if result.default is not None and result.default not in result.entries:
         raise ConfigError(

@@ -1,7 +1,5 @@
 """Parameters whose parts were read directly into them are not concatenated again; Megatron-Core merges the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The state of Transformer Engine's Adam before its first step, and whether a checkpoint has fp32 weights."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any

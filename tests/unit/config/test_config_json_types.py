@@ -1,7 +1,5 @@
 """Values of config.json of other types, and damaged small JSON files: one error each, with the file and the key."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import operator
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -70,38 +71,31 @@ def test_every_file_of_the_tree_decodes(file: Path, write_run: Write) -> None:
     load_run_config(write_run(), [f"{section}.__select__={file.stem}"] if in_a_selection else [])
 
 
-def test_a_flow_of_one_s_own_names_itself_and_has_any_keys(write_run: Write) -> None:
+SELECT = "megatron_lm.model.arch.__select__"
+
+
+@pytest.mark.parametrize(
+    ("selected", "key"),
+    [
+        *[(f"{SELECT}={base}", "megatron_lm.model.arch.num_layers") for base in ("llama-base", "gpt2-base")],
+        (f"{SELECT}=language-model-base", "megatron_lm.model.arch.num_layers"),
+        ("megatron_wrap.flow.__select__=custom", "megatron_wrap.flow.flow_key"),
+    ],
+)
+def test_a_base_is_not_selected_by_accident(selected: str, key: str, write_run: Write) -> None:
+    section = key.rpartition(".")[0]
+    message = refusal(write_run(), selected)
+    assert_facts(message, f"run.yaml {key}: {section}.__override__ ({selected.partition('=')[2]}")
+    missing = refusal(write_run("      lr: 2e-4\n", ""))
+    assert_facts(missing, "run.yaml megatron_lm.train.learning-rate.lr: not given")
+
+
+def test_a_flow_of_one_s_own_has_any_keys(write_run: Write) -> None:
     run = write_run("__select__: minimal_mock", "__select__: custom")
-    assert_facts(
-        refusal(run),
-        "run.yaml megatron_wrap.flow.flow_key: not given; it must be a string; write flow_key under "
-        "megatron_wrap.flow.__override__, or select a file that defines it (custom leaves it null at ",
-    )
     config = load_run_config(run, ["megatron_wrap.flow.flow_key=a.b:C", "megatron_wrap.flow.beta=0.5"])
     assert config.flow.options == {"beta": 0.5}
     assert config.undeclared == {"megatron_wrap.flow.beta"}
-    assert_facts(
-        refusal(run, "megatron_wrap.flow.beta=0.5"),
-        "command line megatron_wrap.flow.beta: unknown key; the keys are flow_key",
-    )
-
-
-@pytest.mark.parametrize("base", ["language-model-base", "llama-base", "gpt2-base"])
-def test_a_base_is_not_selected_by_accident(base: str, write_run: Write) -> None:
-    message = refusal(write_run(), f"megatron_lm.model.arch.__select__={base}")
-    assert_facts(
-        message,
-        "run.yaml megatron_lm.model.arch.num_layers: not given; it must be an integer; write num_layers under "
-        f"megatron_lm.model.arch.__override__, or select a file that defines it ({base} leaves it null at ",
-    )
-
-
-def test_a_missing_value_names_its_section(write_run: Write) -> None:
-    assert_facts(
-        refusal(write_run("      lr: 2e-4\n", "")),
-        "run.yaml megatron_lm.train.learning-rate.lr: not given; it must be a number; write lr under "
-        "megatron_lm.train.learning-rate",
-    )
+    assert_facts(refusal(run, "megatron_wrap.flow.beta=0.5"), "command line megatron_wrap.flow.beta: flow_key")
 
 
 @pytest.mark.transformers
@@ -131,94 +125,28 @@ def test_shapes_are_those_of_the_defaults_of_transformers(
     assert arch.init_method_std == published.initializer_range
 
 
+ARCH, DDP, RATE = "megatron_lm.model.arch", "megatron_lm.misc.ddp", "megatron_lm.train.learning-rate"
+
+
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "section", "expected"),
     [
-        ("train.common.seed=4.0", "train.common.seed: must be an integer, not the float 4.0"),
-        ("train.common.seed=true", "train.common.seed: must be an integer, not the boolean true"),
-        ("train.common.seed=null", "train.common.seed: must be an integer, not null"),
-        ("train.common.finetune=1", "train.common.finetune: must be true or false, not the integer 1"),
-        ("train.common.finetune=yes", "train.common.finetune: must be true or false, not the string 'yes'"),
-        ("train.common.save=3", "train.common.save: must be a string or null, not the integer 3"),
-        ("train.learning-rate.lr=fast", "train.learning-rate.lr: must be a number, not the string 'fast'"),
-        ("train.learning-rate.lr=.inf", "train.learning-rate.lr: must be a number, not the float inf"),
-        (
-            "train.learning-rate.lr_decay_style=cosin",
-            "train.learning-rate.lr_decay_style: must be one of constant, linear, cosine, inverse-square-root, WSD, "
-            "not the string 'cosin'",
-        ),
-        (
-            "train.common.rampup_batch_size=[1, 2]",
-            "train.common.rampup_batch_size: must be a list of 3 values, each an integer or null, not the list [1, 2]",
-        ),
-        (
-            "model.arch.num_experts=eight",
-            "model.arch.num_experts: must be an integer or null, not the string 'eight'",
-        ),
-        (
-            "model.arch.fp4=e4m3",
-            "model.arch.fp4: must be one of e2m1 or null, not the string 'e4m3'",
-        ),
-        (
-            "model.arch.tensor_model_parallel_size=2",
-            "model.arch.tensor_model_parallel_size: set it as megatron_lm.model.parallel.tensor_model_parallel_size",
-        ),
-        (
-            "model.arch.layernorm_epsilon=1",
-            "model.arch.layernorm_epsilon: set it as megatron_lm.model.arch.norm_epsilon",
-        ),
-        ("model.arch.gated_linear_unit=true", "model.arch.gated_linear_unit: set it as megatron_lm.model.arch.swiglu"),
-        (
-            "model.arch.bf16=true",
-            "model.arch.bf16: follows from megatron_lm.train.dtype; write dtype: {__select__: NAME} with bf16, fp16 or "
-            "fp32",
-        ),
-        (
-            "misc.ddp.grad_reduce_in_fp32=true",
-            "misc.ddp.grad_reduce_in_fp32: set it as megatron_lm.misc.ddp.accumulate_allreduce_grads_in_fp32",
-        ),
-        ("train.optimizer.lr=1", "train.optimizer.lr: set it as megatron_lm.train.learning-rate.lr"),
-        (
-            "model.arch.attention_backend=flush",
-            "model.arch.attention_backend: must be one of flash, fused, unfused, local, auto, not the string 'flush'",
-        ),
-        (
-            "model.arch.embedding_init_method=normal",
-            "model.arch.embedding_init_method: Megatron-Core's field has the type Optional[Callable], which a YAML",
-        ),
+        ("train.common.rampup_batch_size=[4, 2, 100]", "train.rampup_batch_size", (4, 2, 100)),
+        ("model.arch.num_experts=4", "arch.num_experts", 4),
+        ("model.arch.moe_aux_loss_coeff=1e-2", "arch.moe_aux_loss_coeff", 0.01),
+        ("model.arch.moe_layer_freq=[0, 1, 1, 1]", "arch.moe_layer_freq", (0, 1, 1, 1)),
+        ("model.arch.moe_input_jitter_eps=1e-2", "arch.upstream", {"moe_input_jitter_eps": 0.01}),
+        ("model.arch.attention_backend=unfused", "arch.upstream", {"attention_backend": "unfused"}),
+        ("model.arch.window_size=[128, 0]", "arch.window_size", (128, 0)),
+        ("model.arch.num_query_groups=null", "arch.num_query_groups", None),
+        ("train.learning-rate.lr=1", "learning_rate.lr", 1.0),
+        ("train.optimizer.decoupled_weight_decay=false", "optimizer.upstream", {"decoupled_weight_decay": False}),
+        ("misc.ddp.average_in_collective=true", "ddp.upstream", {"average_in_collective": True}),
     ],
 )
-def test_values_of_another_type(write_run: Write, override: str, message: str) -> None:
-    assert_facts(refusal(write_run(), f"megatron_lm.{override}"), f"command line megatron_lm.{message}")
-
-
-def test_values_of_the_right_type(write_run: Write) -> None:
-    config = load_run_config(
-        write_run("lr: 2e-4", "lr: 1"),
-        [
-            "megatron_lm.train.common.rampup_batch_size=[4, 2, 100]",
-            "megatron_lm.model.arch.num_experts=4",
-            "megatron_lm.model.arch.moe_aux_loss_coeff=1e-2",
-            "megatron_lm.model.arch.moe_layer_freq=[0, 1, 1, 1]",
-            "megatron_lm.model.arch.moe_input_jitter_eps=1e-2",
-            "megatron_lm.model.arch.attention_backend=unfused",
-            "megatron_lm.model.arch.window_size=[128, 0]",
-            "megatron_lm.train.optimizer.decoupled_weight_decay=false",
-            "megatron_lm.misc.ddp.average_in_collective=true",
-            "megatron_wrap.logger.metric_loggers=[a.b:C]",
-            "megatron_lm.model.arch.num_query_groups=null",
-        ],
-    )
-    assert type(config.learning_rate.lr) is float
-    assert config.train.rampup_batch_size == (4, 2, 100)
-    assert config.arch.upstream == {"moe_input_jitter_eps": 0.01, "attention_backend": "unfused"}
-    assert config.arch.window_size == (128, 0)
-    assert (config.arch.num_experts, config.arch.moe_aux_loss_coeff) == (4, 0.01)
-    assert config.arch.moe_layer_freq == (0, 1, 1, 1)
-    assert config.optimizer.upstream == {"decoupled_weight_decay": False}
-    assert config.ddp.upstream == {"average_in_collective": True}
-    assert config.logger.metric_loggers == ("a.b:C",)
-    assert config.arch.num_query_groups is None
+def test_values_of_the_right_type(write_run: Write, override: str, section: str, expected: object) -> None:
+    value = operator.attrgetter(section)(load_run_config(write_run(), [f"megatron_lm.{override}"]))
+    assert (value, type(value)) == (expected, type(expected))
 
 
 @pytest.mark.parametrize(
@@ -232,23 +160,16 @@ def test_evaluation_sets(write_run: Write, value: str, sets: Mapping[str, str]) 
     }
 
 
-def test_an_evaluation_set_is_a_path(write_run: Write) -> None:
-    assert_facts(
-        refusal(write_run(), "megatron_wrap.data.validation={a: 1}"),
-        "command line megatron_wrap.data.validation.a: must be a path or a mapping with path, not the integer 1",
-    )
-
-
 def test_options_of_a_flow_have_the_type_of_the_file(write_run: Write, write_nest: Callable[..., Path]) -> None:
     write_nest("megatron_wrap/flow/mine.yaml", "flow_key: a.b:C\nbeta: 0.1\nname: null\nsteps: 3\nlayers: {a: true}\n")
     run = write_run("minimal_mock", "mine")
     options = load_run_config(run, ["megatron_wrap.flow.beta=2", "megatron_wrap.flow.name=x"]).flow.options
     assert options == {"beta": 2.0, "name": "x", "steps": 3, "layers": {"a": True}}
     assert type(options["beta"]) is float
-    assert_facts(refusal(run, "megatron_wrap.flow.steps=a"), "flow.steps: must be an integer, not the string 'a'")
-    assert_facts(
-        refusal(run, "megatron_wrap.flow.layers.a=1"), "flow.layers.a: must be true or false, not the integer 1"
-    )
+    for override, facts in (("steps=a", "an integer, not the string 'a'"), ("layers.a=1", "not the integer 1")):
+        message = refusal(run, f"megatron_wrap.flow.{override}")
+        assert f"flow.{override.partition('=')[0]}: " in message
+        assert facts in message
 
 
 def test_a_file_of_an_overlay_may_lack_keys_with_a_default(write_run: Write, write_nest: Callable[..., Path]) -> None:
@@ -256,59 +177,27 @@ def test_a_file_of_an_overlay_may_lack_keys_with_a_default(write_run: Write, wri
     path = write_nest("megatron_wrap/init.yaml", "platform: cpu\n")
     init = load_run_config(write_run()).init
     assert (init.platform, init.distributed_timeout_minutes) == ("cpu", 10.0)
-    assert load_run_config(
-        write_run(), ["megatron_wrap.init.distributed_timeout_minutes=3"]
-    ).init == dataclasses.replace(init, distributed_timeout_minutes=3.0)
+    given = load_run_config(write_run(), ["megatron_wrap.init.distributed_timeout_minutes=3"]).init
+    assert given == dataclasses.replace(init, distributed_timeout_minutes=3.0)
     flow = write_nest("megatron_wrap/flow/custom.yaml", "option: 1\n")
     assert_facts(refusal(write_run("minimal_mock", "custom")), f"{flow.name} megatron_wrap.flow.flow_key: missing")
     flow.unlink()
     path.write_text("platform: cpu\ndistributed_timeout_minutes: 1\nplatfrom: cpu\n")
     assert_facts(
-        refusal(write_run()),
-        "nest/megatron_wrap/init.yaml:3 megatron_wrap.init.platfrom: unknown key; did you mean platform?",
+        refusal(write_run()), "nest/megatron_wrap/init.yaml:3 megatron_wrap.init.platfrom: did you mean platform?"
     )
 
 
 def test_the_documented_example_reads_but_for_its_retired_keys(write_run: Write) -> None:
-    assert_facts(
-        refusal(write_run(text=OLD_MOCK)),
-        "run.yaml:15 megatron_wrap.init.megatron_lm_project_path: Megatron-Core comes from pip now; delete this key",
-    )
     retired = "{megatron_lm_project_path: megatron_lm_core_080, skip_compile_dependencies: true}"
-    assert_facts(
-        refusal(write_run(retired, "{skip_compile_dependencies: true}", text=OLD_MOCK)),
-        "run.yaml:15 megatron_wrap.init.skip_compile_dependencies: Megatron-Core comes from pip now; delete this key",
-    )
+    for left in (retired, "{skip_compile_dependencies: true}"):
+        message = refusal(write_run(retired, left, text=OLD_MOCK))
+        assert_facts(message, f"run.yaml:15 megatron_wrap.init.{left[1:].partition(':')[0]}: delete this key")
     old = load_run_config(write_run(retired, "{}", text=OLD_MOCK))
     shipped = load_run_config(CONFIGS / "llama2-7b-minimal-mock.yaml")
     for section in ("arch", "parallel", "learning_rate", "logger", "model_provider", "flow", "dtype"):
         assert getattr(old, section) == getattr(shipped, section)
     assert dataclasses.replace(old.train, load=None) == shipped.train
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "message"),
-    [
-        (
-            "model.arch",
-            "use_flash_attn",
-            "retired; choose the implementation with megatron_lm.model.arch.transformer_impl",
-        ),
-        (
-            "model.arch",
-            "use_rotary_position_embeddings",
-            "retired; write megatron_lm.model.arch.position_embedding_type: rope",
-        ),
-        ("model.arch", "model_type", "retired; the model is chosen by megatron_wrap.model_provider.provider_key"),
-        ("train.common", "use_checkpoint_args", "retired, the YAML is the only source of arguments"),
-        ("train.common", "bf16", "belongs to megatron_lm.train.dtype"),
-    ],
-)
-def test_a_retired_or_misplaced_key_says_what_to_do(write_run: Write, section: str, key: str, message: str) -> None:
-    assert_facts(
-        refusal(write_run(), f"megatron_lm.{section}.{key}=true"),
-        f"command line megatron_lm.{section}.{key}: {message}",
-    )
 
 
 def test_no_retired_key_is_a_living_one(write_run: Write) -> None:

@@ -1,7 +1,5 @@
 """`model_provider.hf_path`: config.json gives the architecture, and the YAML may not contradict it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -219,10 +217,11 @@ def test_a_hub_id_is_downloaded_in_a_step_of_its_own_without_its_weights(run, tm
     assert len(asked) == 2
 
 
-def test_reading_it_needs_no_torch(run, tmp_path):
+def test_reading_it_and_megatron_core_s_fields_needs_no_torch(run, tmp_path):
     run()
     program = (
-        "import sys; from megatron_wrap.config import load_run_config; load_run_config('run.yaml'); "
+        "import sys; from megatron_wrap.config import load_run_config; load_run_config('run.yaml', "
+        "['megatron_lm.model.arch.qk_l2_norm=true']); "
         "print({'torch', 'megatron', 'numpy', 'transformers'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)

@@ -1,7 +1,5 @@
 """The runs of configs/pretraining: every row of the tables in docs/pretraining.md holds, without a GPU."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -3,24 +3,20 @@
 Each test with a run has a forked process with a group of its own.
 """
 
-from __future__ import annotations
-
 import errno
-import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
+from _runs import read_rows, ready, started, write_rows
 
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.engine.state.state import BestEvaluation, Progress
+from megatron_wrap.engine.state.state import BestEvaluation
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.utils.metric_loggers import MetricLoggerEntry
 
@@ -45,21 +41,13 @@ class Scripted(MegatronWrap):
         return {"eval/validation/loss": self.losses[self.iteration], "eval/validation/truncated_samples": 0.0}
 
 
-@contextmanager
-def ready(wrap: MegatronWrap) -> Iterator[Any]:
-    with wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        yield wrap
-
-
 @pytest.fixture(autouse=True)
 def data(run_folder: None) -> tuple[str, ...]:
     """Overrides that select a training and an evaluation set."""
     generator = numpy.random.default_rng(3)
     for name in ("train", "validation"):
-        samples = [{"input_ids": generator.integers(0, 60, 9).tolist(), "loss_mask": [1] * 9} for _ in range(12)]
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        ids = [generator.integers(0, 60, 9).tolist() for _ in range(12)]
+        write_rows(f"{name}.jsonl", [{"input_ids": of_sample, "loss_mask": [1] * 9} for of_sample in ids])
     return (f"{DATA}.__select__=jsonl", f"{DATA}.train=train.jsonl", f"{DATA}.validation=validation.jsonl")
 
 
@@ -69,7 +57,7 @@ def scripted(data: tuple[str, ...], *overrides: str, losses: dict[int, float] = 
 
 def records(folder: str) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
-    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(Path(folder, "metrics.jsonl"))
     return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
 
 
@@ -80,7 +68,7 @@ def test_fit_takes_the_steps_of_the_documented_loop(data):
     def folders(name: str) -> tuple[str, ...]:
         return (f"{TRAIN}.save={name}/checkpoints", f"megatron_wrap.logger.output_dir={name}")
 
-    with ready(MegatronWrap("run.yaml", overrides=[*common, *folders("loop")])) as wrap:
+    with started(*common, *folders("loop")) as wrap:
         for batch in wrap.batches():
             if wrap.evaluation_due:
                 wrap.evaluate()
@@ -89,7 +77,7 @@ def test_fit_takes_the_steps_of_the_documented_loop(data):
         expected = wrap.evaluate()
         wrap.save()
     seen = []
-    with ready(MegatronWrap("run.yaml", overrides=[*common, *folders("fit")])) as wrap:
+    with started(*common, *folders("fit")) as wrap:
         actual = wrap.fit(lambda wrap, metrics: seen.append((wrap.iteration, metrics["loss"])))
     assert actual == expected
     assert records("fit") == records("loop")
@@ -97,12 +85,12 @@ def test_fit_takes_the_steps_of_the_documented_loop(data):
     assert seen == [(line["iteration"], line["loss"]) for line in records("fit") if "loss" in line]
     for name in ("fit", "loop"):
         assert CheckpointStore(f"{name}/checkpoints").iterations() == [3, 5]
-    with ready(MegatronWrap("run.yaml", overrides=[*common, *folders("fit")])) as wrap:  # no step is left
+    with started(*common, *folders("fit")) as wrap:  # no step is left
         assert wrap.fit() == expected
 
 
 def test_without_evaluation_sets_the_metrics_are_those_of_the_last_step(data):
-    with ready(MegatronWrap("run.yaml", overrides=[*data[:2], f"{TRAIN}.train_iters=2"])) as wrap:
+    with started(*data[:2], f"{TRAIN}.train_iters=2") as wrap:
         actual = wrap.fit()
         assert actual["iteration"] == 2
         assert not Path("checkpoints").exists()
@@ -126,7 +114,7 @@ def test_a_logger_that_fails_ends_neither_training_nor_saving(data, capfd):
     MetricLoggerEntry.register("full_disk")(FullDisk)
     keys = (f"{TRAIN}.train_iters=4", f"{TRAIN}.save=saved", f"{TRAIN}.save_interval=2")
     loggers = "megatron_wrap.logger.metric_loggers=[full_disk]"
-    with ready(MegatronWrap("run.yaml", overrides=[*data[:2], *keys, loggers])) as wrap:
+    with started(*data[:2], *keys, loggers) as wrap:
         wrap.fit()
         output = wrap.output_dir
     assert CheckpointStore("saved").iterations() == [2, 4]
@@ -136,7 +124,7 @@ def test_a_logger_that_fails_ends_neither_training_nor_saving(data, capfd):
 
 @pytest.mark.parametrize(("answer", "until"), [(False, 3), (None, 4), pytest.param(0, 4, marks=pytest.mark.matrix)])
 def test_only_false_ends_the_run(data, answer, until):
-    with ready(MegatronWrap("run.yaml", overrides=[*data, f"{TRAIN}.train_iters=4", f"{TRAIN}.save=saved"])) as wrap:
+    with started(*data, f"{TRAIN}.train_iters=4", f"{TRAIN}.save=saved") as wrap:
         actual = wrap.fit(lambda wrap, metrics: answer if wrap.iteration == 3 else True)
         assert wrap.iteration == until
         assert actual.keys() == {"eval/validation/loss", "eval/validation/truncated_samples"}
@@ -217,15 +205,6 @@ def test_an_unknown_metric_is_refused_before_the_first_step(data):
     ):
         wrap.fit()
     assert wrap.evaluated == [0]
-
-
-def test_a_checkpoint_of_an_earlier_release_has_no_best_evaluation():
-    from megatron_wrap.checkpoint.content import common_entries, saved_best, saved_progress
-
-    before = common_entries(Progress(iteration=7), BestEvaluation(4, 0.5, 1, 6))
-    assert saved_best(before) == BestEvaluation(4, 0.5, 1, 6)
-    del before["best_evaluation"]
-    assert (saved_best(before), saved_progress(before).iteration) == (BestEvaluation(), 7)
 
 
 def test_the_export_of_the_best_checkpoint_is_kept(tmp_path):

@@ -1,10 +1,8 @@
 """Frozen parameters and noise on embeddings in a run on one process."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
+import _runs
 import pytest
 import torch
 
@@ -15,18 +13,7 @@ from megatron_wrap.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.process_group
 
-RUN = """\
-megatron_lm:
-  model: {arch: {__select__: tiny-llama, __override__: {num_layers: 2, hidden_size: 32, vocab_size: 37}}}
-  train:
-    common: {micro_batch_size: 2, global_batch_size: 4, seq_length: 16, train_iters: 6}
-    learning-rate: {lr: 1e-2}
-    optimizer: {__override__: {use_distributed_optimizer: true}}
-    dtype: {__select__: fp32}
-megatron_wrap:
-  init: {platform: cpu}
-  flow: {__select__: gpt_sft}
-"""
+RUN = ("megatron_lm.model.arch.num_layers=2", "megatron_lm.train.optimizer.use_distributed_optimizer=true")
 FREEZE = "megatron_lm.train.common.freeze="
 NOISE = "megatron_lm.train.common.neftune_noise_alpha="
 SAMPLES = [
@@ -34,12 +21,8 @@ SAMPLES = [
 ]
 
 
-def started(*overrides: str) -> MegatronWrap:
-    Path("run.yaml").write_text(RUN)
-    wrap = MegatronWrap("run.yaml", overrides=overrides)
-    wrap.initialize()
-    wrap.setup_model_and_optimizer()
-    return wrap
+def started(*overrides: str) -> Any:
+    return _runs.started(*RUN, *overrides)
 
 
 def weights(wrap: MegatronWrap) -> dict[str, torch.Tensor]:
@@ -95,7 +78,7 @@ def test_the_first_step_is_that_of_a_run_without_frozen_parameters_for_the_other
 def test_the_log_counts_what_is_trained(capfd):
     with started(FREEZE + "[model.embed_tokens, lm_head]") as wrap:
         sizes = {name: tensor.numel() for name, tensor in weights(wrap).items()}
-    total, frozen = sum(sizes.values()), 2 * 37 * 32
+    total, frozen = sum(sizes.values()), 2 * 60 * 32
     shown = capfd.readouterr()
     assert f"trainable: {total - frozen:,} of {total:,} parameters" in shown.out + shown.err
 
@@ -114,9 +97,8 @@ def test_the_log_counts_what_is_trained(capfd):
     ],
 )
 def test_a_pattern_that_names_no_whole_parameter_is_refused(patterns, message):
-    Path("run.yaml").write_text(RUN)
     with pytest.raises(ConfigError) as refusal:  # before any process starts
-        check_frozen(load_run_config("run.yaml", [FREEZE + patterns]))
+        check_frozen(load_run_config("run.yaml", [*RUN, FREEZE + patterns]))
     assert "command line megatron_lm.train.common.freeze: " in str(refusal.value)
     assert message in str(refusal.value)
 

@@ -1,7 +1,5 @@
 """Checkpoints whose files run code when they are unpickled: refused where a run reads them, and nothing is executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -12,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from _runs import started
 
 from megatron_wrap.cli.main import main
-from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import CheckpointError
 
 pytestmark = pytest.mark.process_group
@@ -98,13 +96,6 @@ ATTACKS = {
     outside: r"names '\.\./other/__0_0\.distcp', which is outside its folder",
     linked: r"names '__0_0\.distcp', which is a link to .*moved, outside its folder",
 }
-
-
-def started(*overrides: str) -> MegatronWrap:
-    wrap = MegatronWrap("run.yaml", overrides=overrides)
-    wrap.initialize()
-    wrap.setup_model_and_optimizer()
-    return wrap
 
 
 def changed(attack: Any) -> tuple[str, Path]:

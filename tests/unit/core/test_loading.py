@@ -1,23 +1,20 @@
 """Loading on one process: runs given in epochs, the tokenized cache, rows that are left out, batches that are edited,
 and workers that end with the run."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import _runs
 import numpy
 import pytest
 import torch
 
-from megatron_wrap.checkpoint.content import saved_progress
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.data.order.workers import Workers
 from megatron_wrap.engine.batches import loader
@@ -33,19 +30,14 @@ BUDGET = (f"{TRAIN}.global_batch_tokens=64", "megatron_wrap.flow.packing=true", 
 
 def write(count: int = 22, name: str = "train.jsonl", longest: int = 17) -> None:
     generator = numpy.random.default_rng(3)
-    with Path(name).open("w") as file:
-        for index in range(count):
-            ids = [index, *generator.integers(0, 60, int(generator.integers(4, longest))).tolist()]
-            print(json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}), file=file)
+    drawn = [generator.integers(0, 60, int(generator.integers(4, longest))).tolist() for _ in range(count)]
+    _runs.write_rows(
+        name, [{"input_ids": [index, *ids], "loss_mask": [1] * (1 + len(ids))} for index, ids in enumerate(drawn)]
+    )
 
 
-@contextmanager
-def started(*overrides: str) -> Iterator[MegatronWrap]:
-    data = (f"{DATA}.__select__=dataset", f"{DATA}.train=train.jsonl", f"{DATA}.num_workers=0")
-    with MegatronWrap("run.yaml", overrides=[*data, *overrides]) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        yield wrap
+def started(*overrides: str) -> Any:
+    return _runs.started(f"{DATA}.__select__=dataset", f"{DATA}.train=train.jsonl", *overrides)
 
 
 def losses(*overrides: str) -> list[float]:
@@ -85,7 +77,7 @@ def test_the_row_with_an_id_outside_the_vocabulary_is_named(flow, key):
     good = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "target": 5}
     bad = {**good, key: [1, 2, 60] if key == "input_ids" else 60}
     for name, rows in (("train", [good] * 11 + [bad]), ("other", [good] * 6 + [bad])):
-        Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        _runs.write_rows(f"{name}.jsonl", rows)
     select = (f"megatron_wrap.flow.flow_key={flow}", f"{DATA}.shuffle=false", f"{DATA}.validation=other.jsonl")
     with started(*select) as wrap:
         with pytest.raises(DataError, match=r"^train\.jsonl:12: .* token id 60, .* 0 to 59"):
@@ -255,7 +247,7 @@ def test_the_next_batch_is_received_while_the_host_waits_for_the_step(monkeypatc
 
 def test_ten_batches_in_a_row_without_a_trained_token_are_one_error():
     write(22)
-    with started(f"{TRAIN}.train_iters=30", f"{DATA}.num_workers=0") as wrap:
+    with started(f"{TRAIN}.train_iters=30") as wrap:
         batch = next(wrap.batches())
         untrained = [{**sample, "loss_mask": [0] * len(sample["loss_mask"])} for sample in batch]
         for samples in [*[untrained] * 9, batch, *[untrained] * 9]:
@@ -369,9 +361,3 @@ def test_a_flow_s_own_error_keeps_its_type():
         pytest.raises(DataError, match=r"^train\.jsonl:10: no nine$"),
     ):
         [wrap.train(batch) for batch in wrap.batches()]
-
-
-def test_a_checkpoint_without_a_position_in_the_data_continues_after_its_samples():
-    counters = {"iteration": 3, "consumed_samples": 12, "consumed_tokens": 99, "skipped_iterations": 0}
-    progress = saved_progress({"progress": counters})
-    assert (progress.consumed_samples, progress.data, progress.skipped_samples) == (12, {}, 0)

@@ -1,11 +1,10 @@
 """`megatron_wrap.profile` of a run: it changes no number, and profiles the rows of steps that it names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
+from _runs import ready
 
 from megatron_wrap.core import MegatronWrap
 
@@ -15,14 +14,18 @@ CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-mock.yaml"
 SMALL = ("seq_length=32", "global_batch_size=4", "train_iters=6")
 
 
-def _losses(folder: Path, *overrides: str) -> list[float]:
-    all_overrides = [f"megatron_lm.train.common.{text}" for text in SMALL]
-    all_overrides += ["megatron_wrap.init.platform=cpu", f"megatron_wrap.logger.output_dir={folder}", *overrides]
+def _losses(folder: Path, *overrides: str, steps: int = 6) -> list[float]:
     losses: list[float] = []
-    with MegatronWrap(CONFIG, [*all_overrides, "megatron_wrap.data.num_workers=0"]) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        wrap.fit(on_step=lambda wrap, metrics: losses.append(metrics["loss"]))
+
+    def on_step(wrap: MegatronWrap, metrics: dict[str, float]) -> bool:
+        losses.append(metrics["loss"])
+        return wrap.iteration < steps
+
+    settings = ("megatron_wrap.init.platform=cpu", "megatron_wrap.data.num_workers=0")
+    common = [f"megatron_lm.train.common.{text}" for text in SMALL]
+    output = f"megatron_wrap.logger.output_dir={folder}"
+    with ready(MegatronWrap(CONFIG, [*common, *settings, output, *overrides])) as wrap:
+        wrap.fit(on_step=on_step)
     return losses
 
 
@@ -39,13 +42,5 @@ def test_profiling_changes_no_number(tmp_path):
 
 
 def test_a_run_that_ends_within_the_steps_leaves_no_report(tmp_path):
-    def stop(wrap, metrics):
-        return wrap.iteration < 2
-
-    overrides = [f"megatron_lm.train.common.{text}" for text in SMALL]
-    overrides += ["megatron_wrap.init.platform=cpu", f"megatron_wrap.logger.output_dir={tmp_path}"]
-    with MegatronWrap(CONFIG, [*overrides, "megatron_wrap.profile.steps=[2,3]"]) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        wrap.fit(on_step=stop)
+    assert len(_losses(tmp_path, "megatron_wrap.profile.steps=[2,3]", steps=2)) == 2
     assert not (tmp_path / "profile").exists()

@@ -3,11 +3,9 @@
 Each test runs in a forked process with a group of its own.
 """
 
-from __future__ import annotations
-
 import pytest
+from _runs import started
 
-from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import CheckpointError
 
 pytestmark = pytest.mark.process_group
@@ -18,11 +16,8 @@ SAMPLES = [{"input_ids": [index, 7, 8, 9], "loss_mask": [0, 1, 1, 1]} for index 
 
 def rates(train_iters: int, until: int, *overrides: str, save: bool = False) -> list[float]:
     """Learning rate of each step from where the run resumes to `until`."""
-    common = (f"{TRAIN}.save=ckpt", f"{TRAIN}.train_iters={train_iters}")
     taken = []
-    with MegatronWrap("run.yaml", overrides=[*common, *overrides]) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with started(f"{TRAIN}.save=ckpt", f"{TRAIN}.train_iters={train_iters}", *overrides) as wrap:
         while wrap.iteration < until:
             taken.append(wrap.train(SAMPLES)["learning_rate"])
         if save:
@@ -33,50 +28,43 @@ def rates(train_iters: int, until: int, *overrides: str, save: bool = False) -> 
 @pytest.mark.parametrize(
     "overrides",
     [
-        (f"{RATE}.lr_decay_iters=6",),
-        pytest.param(  # its length is train_iters, which has no effect
-            (f"{RATE}.lr_decay_style=constant",), marks=pytest.mark.matrix
-        ),
-        pytest.param(  # from a value to the same value
-            (f"{RATE}.lr_decay_iters=6", f"{OPTIMIZER}.weight_decay_incr_style=linear"), marks=pytest.mark.matrix
-        ),
+        f"{RATE}.lr_decay_iters=6",
+        # its length is train_iters, which has no effect
+        pytest.param(f"{RATE}.lr_decay_style=constant", marks=pytest.mark.matrix),
+        # from a value to the same value
+        pytest.param(f"{RATE}.lr_decay_iters=6 {OPTIMIZER}.weight_decay_incr_style=linear", marks=pytest.mark.matrix),
     ],
-    ids=["explicit decay", "constant rate", "constant weight decay"],
 )
-def test_more_iterations_with_the_same_schedule_continue(overrides: tuple[str, ...]):
-    rates(4, 2, *overrides, save=True)
-    resumed = rates(8, 8, *overrides)
-    straight = rates(8, 8, *overrides, f"{TRAIN}.save=other")
+def test_more_iterations_with_the_same_schedule_continue(overrides: str):
+    rates(4, 2, *overrides.split(), save=True)
+    resumed = rates(8, 8, *overrides.split())
+    straight = rates(8, 8, *overrides.split(), f"{TRAIN}.save=other")
     assert resumed == straight[2:]
 
 
+LENGTH = "learning-rate.lr_decay_iters (null: megatron_lm.train.common.train_iters)"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "key", "values"),
+    ("overrides", "parts"),
     [
-        pytest.param(
-            (),
-            "learning-rate.lr_decay_iters (null: megatron_lm.train.common.train_iters)",
-            "was 4 (16 samples) and is 8",
-            marks=pytest.mark.matrix,
-        ),
+        pytest.param((), (LENGTH, "was 4 (16 samples) and is 8"), marks=pytest.mark.matrix),
         (
             (f"{RATE}.lr_decay_iters=6", f"{OPTIMIZER}.end_weight_decay=0.2"),
-            "megatron_lm.train.common.train_iters",
-            "was 4 (16 samples) and is 8 (32 samples)",
+            ("megatron_lm.train.common.train_iters", "was 4 (16 samples) and is 8 (32 samples)"),
         ),
     ],
     ids=["decay over the run", "weight decay over the run"],
 )
-def test_the_error_of_another_schedule_names_its_yaml_keys(overrides: tuple[str, ...], key: str, values: str):
+def test_the_error_of_another_schedule_names_its_yaml_keys(overrides: tuple[str, ...], parts: tuple[str, ...]):
     grow = (f"{OPTIMIZER}.weight_decay_incr_style=linear",)
     rates(4, 2, *grow, *overrides, save=True)
     with pytest.raises(CheckpointError) as refused:
         rates(8, 3, *grow, *overrides)
-    for part in (key, values, "override_opt_param_scheduler: true", "use_checkpoint_opt_param_scheduler: true"):
+    for part in (*parts, "override_opt_param_scheduler: true", "use_checkpoint_opt_param_scheduler: true"):
         assert part in str(refused.value), str(refused.value)
-    changed = rates(8, 3, *grow, *overrides, f"{OPTIMIZER}.override_opt_param_scheduler=true")
-    kept = rates(8, 3, *grow, *overrides, f"{OPTIMIZER}.use_checkpoint_opt_param_scheduler=true")
-    assert len(changed) == len(kept) == 1
+    for choice in ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"):
+        assert len(rates(8, 3, *grow, *overrides, f"{OPTIMIZER}.{choice}=true")) == 1
 
 
 def test_the_error_names_every_key_that_differs():
@@ -89,9 +77,7 @@ def test_the_error_names_every_key_that_differs():
 
 def test_loading_in_the_middle_of_a_run_sets_the_schedule_back():
     expected = rates(6, 4, save=True)
-    with MegatronWrap("run.yaml", overrides=[f"{TRAIN}.train_iters=6", f"{TRAIN}.load=ckpt"]) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with started(f"{TRAIN}.train_iters=6", f"{TRAIN}.load=ckpt") as wrap:
         fifth = wrap.train(SAMPLES)["learning_rate"]
         wrap.load("ckpt")
         assert wrap.iteration == 4

@@ -1,18 +1,12 @@
 """`on_bad_step: rollback` on one process: what is recorded, and when the run ends despite it."""
 
-from __future__ import annotations
-
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import _runs
 import numpy
 import pytest
 import torch
 
-from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import ConfigError, TrainingError
 from megatron_wrap.flow import LossOutput, MegatronWrapFlowEntry, MegatronWrapGPTModelSFTFlow
 
@@ -36,20 +30,15 @@ def registered(run_folder: None) -> None:
     MegatronWrapFlowEntry.register("overflowing")(Overflowing)
 
 
-@contextmanager
-def started(*overrides: str, bad_rows: tuple[int, ...] = ()) -> Iterator[MegatronWrap]:
+def started(*overrides: str, bad_rows: tuple[int, ...] = ()) -> Any:
     generator = numpy.random.default_rng(3)
     rows = [[index, *generator.integers(0, 59, 8).tolist()] for index in range(40)]
     for row in bad_rows:
         rows[row][-3:] = [59, 59, 59]
-    for name in ("train", "validation"):
-        lines = [json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}) + "\n" for ids in rows]
-        Path(f"{name}.jsonl").write_text("".join(lines[:4] if name == "validation" else lines))
-    keys = (f"{DATA}.__select__=dataset", f"{DATA}.train=train.jsonl", f"{DATA}.shuffle=false", f"{DATA}.num_workers=0")
-    with MegatronWrap("run.yaml", overrides=[*keys, "megatron_wrap.flow.flow_key=overflowing", *overrides]) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        yield wrap
+    for name, count in (("train", 40), ("validation", 4)):
+        _runs.write_rows(f"{name}.jsonl", [{"input_ids": ids, "loss_mask": [1] * 9} for ids in rows[:count]])
+    keys = (f"{DATA}.__select__=dataset", f"{DATA}.train=train.jsonl", f"{DATA}.shuffle=false")
+    return _runs.started(*keys, "megatron_wrap.flow.flow_key=overflowing", *overrides)
 
 
 def test_records_and_evaluations_continue_from_the_checkpoint(capfd: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +49,7 @@ def test_records_and_evaluations_continue_from_the_checkpoint(capfd: pytest.Capt
         progress, output = wrap.state.progress, wrap.output_dir
     assert seen == [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]
     assert (progress.left_out, progress.rollbacks, progress.consumed_samples) == ([12, 13, 14, 15], 1, 24)
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = _runs.read_rows(output / "metrics.jsonl")
     assert [line["iteration"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [line["iteration"] for line in lines if "loss" not in line] == [0, 2, 4, 6]
     [warning] = [line for line in capfd.readouterr().err.splitlines() if "goes back to iteration 2" in line]

@@ -1,7 +1,5 @@
 """What a run writes for TensorBoard and for `megatron-wrap report`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -9,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from _runs import started
 
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.checks.run import check_run
 from megatron_wrap.config.schema.derived import tensorboard_dir
-from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import ConfigError
 
 TRAIN, LOGGER = "megatron_lm.train.common", "megatron_wrap.logger"
@@ -30,9 +28,7 @@ def test_a_run_is_reported_from_its_own_records(monkeypatch):
 
     monkeypatch.setattr(MegatronWrapGPTModelSFTFlow, "reports_perplexity", True)
     overrides = [f"{TRAIN}.save=saved", f"{TRAIN}.train_iters=2", f"{LOGGER}.tensorboard_dir=events"]
-    with MegatronWrap("run.yaml", overrides=overrides) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
+    with started(*overrides) as wrap:
         while wrap.iteration < wrap.train_iters:
             metrics = wrap.train(SAMPLES[4 * wrap.iteration : 4 * wrap.iteration + 4])
             wrap.log_last_metrics()

@@ -3,18 +3,16 @@
 Each test runs in a forked process with a group of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from _runs import started
 
 from megatron_wrap.core import MegatronWrap, run_folders
 from megatron_wrap.errors import CheckpointError
@@ -36,14 +34,6 @@ def default_handlers() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def started(*overrides: str) -> Iterator[MegatronWrap]:
-    with MegatronWrap("run.yaml", overrides=overrides) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        yield wrap
 
 
 def samples() -> list[dict[str, list[int]]]:

@@ -1,15 +1,11 @@
 """Steps without a trained token: skipped in the same way by every loss, with the metrics that are known without one;
 and a run of such steps. One process."""
 
-from __future__ import annotations
-
-import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import _runs
 import pytest
 import torch
 
@@ -32,13 +28,8 @@ GRPO = {
 }
 
 
-@contextmanager
-def started(flow: str, *overrides: str) -> Iterator[MegatronWrap]:
-    selected = (f"{FLOW}.__select__={flow}", f"{DATA}.__select__=none")
-    with MegatronWrap("run.yaml", overrides=[*selected, *DECAYING, *overrides]) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        yield wrap
+def started(flow: str, *overrides: str) -> Any:
+    return _runs.started(f"{FLOW}.__select__={flow}", f"{DATA}.__select__=none", *DECAYING, *overrides)
 
 
 def weights(wrap: MegatronWrap) -> list[torch.Tensor]:
@@ -127,7 +118,7 @@ def test_answers_that_truncation_removes_are_a_skipped_step(flow: str):
 
 def test_a_run_that_trains_no_token_ends_with_an_error(capfd):
     rows = [{"input_ids": [1, 2, 3, index], "loss_mask": [0] * 4} for index in range(12)]
-    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _runs.write_rows("train.jsonl", rows)
     data = (f"{DATA}.__select__=dataset", f"{DATA}.train=train.jsonl")
     keys = (*data, f"{TRAIN}.train_iters=3", f"{TRAIN}.log_interval=1", f"{TRAIN}.save=saved")
     with started("gpt_sft", *keys) as wrap, pytest.raises(TrainingError, match="none of the run's 3 iterations"):
@@ -141,7 +132,7 @@ def test_a_run_that_trains_no_token_ends_with_an_error(capfd):
 
 def test_a_run_with_one_trained_step_ends_as_usual():
     rows = [{"input_ids": [1, 2, 3, index], "loss_mask": [int(index < 4)] * 4} for index in range(12)]
-    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _runs.write_rows("train.jsonl", rows)
     data = (f"{DATA}.__select__=dataset", f"{DATA}.train=train.jsonl")
     with started("gpt_sft", *data, f"{DATA}.shuffle=false", f"{TRAIN}.train_iters=3") as wrap:
         assert wrap.fit()["skipped_iterations"] == 2

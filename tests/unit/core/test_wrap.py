@@ -3,18 +3,13 @@
 Each test runs in a forked process with a group of its own.
 """
 
-from __future__ import annotations
-
 import builtins
 import gc
-import json
 import logging
 import math
 import multiprocessing
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +17,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from _runs import read_rows, started, write_rows
 
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.engine.passes.metric_reduction import StartedReduction
@@ -48,18 +44,6 @@ def data(count: int = 24) -> list[dict[str, list[int]]]:
     ]
 
 
-@contextmanager
-def started(*overrides: str) -> Iterator[MegatronWrap]:
-    with MegatronWrap("run.yaml", overrides=overrides) as wrap:
-        wrap.initialize()
-        wrap.setup_model_and_optimizer()
-        yield wrap
-
-
-def lines(folder: str = "outputs/run") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-
-
 # ---- lifecycle ----
 
 
@@ -77,22 +61,21 @@ def test_constructing_has_no_side_effects():
         (lambda wrap: wrap.tp_size, r"call wrap\.initialize\(\) first"),
         (lambda wrap: wrap.dp_group, r"call wrap\.initialize\(\) first"),
         (lambda wrap: wrap.train([]), r"call wrap\.initialize\(\) and wrap\.setup_model_and_optimizer\(\) first"),
-        (lambda wrap: wrap.iteration, "setup_model_and_optimizer"),
-        (lambda wrap: wrap.evaluate({}), "setup_model_and_optimizer"),
-        (lambda wrap: wrap.forward([]), "setup_model_and_optimizer"),
-        (lambda wrap: wrap.save(), "setup_model_and_optimizer"),
-        (lambda wrap: wrap.load("x"), "setup_model_and_optimizer"),
-        (lambda wrap: next(wrap.batches([])), "setup_model_and_optimizer"),
-        (lambda wrap: wrap.log_last_metrics(), "setup_model_and_optimizer"),
+        *(
+            (call, "setup_model_and_optimizer")
+            for call in (
+                *(lambda wrap: wrap.iteration, lambda wrap: wrap.evaluate({}), lambda wrap: wrap.forward([])),
+                *(lambda wrap: wrap.save(), lambda wrap: wrap.load("x"), lambda wrap: next(wrap.batches([]))),
+                lambda wrap: wrap.log_last_metrics(),
+            )
+        ),
     ],
 )
 def test_a_call_out_of_order_names_the_call_that_must_come_first(call, message):
-    wrap: list[Any] = []
-
-    wrap.append(MegatronWrap("run.yaml"))
+    wrap = MegatronWrap("run.yaml")
     with pytest.raises(MegatronWrapError, match=message):
-        call(wrap[0])
-    wrap[0].close()  # without initialize
+        call(wrap)
+    wrap.close()  # without initialize
 
 
 def test_close_ends_a_run_and_another_can_begin():
@@ -358,26 +341,20 @@ def test_metrics_missing_from_the_first_step_are_refused():
 
 
 def test_batches_are_a_permutation_of_each_epoch_and_a_resumed_run_continues_them():
-    straight, resumed = [], []
-
-    def go_on(wrap: MegatronWrap, taken: list[Any], until: int) -> None:
-        for batch in wrap.batches(data()):
-            if wrap.iteration == until:
-                break
-            taken.append([sample["input_ids"][0] for sample in batch])
-            wrap.train(batch)
-
-    with started(f"{TRAIN}.train_iters=8") as wrap:
-        go_on(wrap, straight, until=8)
-    for until in (3, 8):
-        with started(f"{TRAIN}.train_iters=8", f"{TRAIN}.save=saved", "megatron_wrap.data.num_workers=1") as wrap:
-            go_on(wrap, resumed, until)
+    taken: dict[str, list[Any]] = {"straight": [], "resumed": []}
+    for save, until in (("straight", 8), ("resumed", 3), ("resumed", 8)):
+        with started(f"{TRAIN}.train_iters=8", f"{TRAIN}.save={save}", "megatron_wrap.data.num_workers=1") as wrap:
+            for batch in wrap.batches(data()):
+                if wrap.iteration == until:
+                    break
+                taken[save].append([sample["input_ids"][0] for sample in batch])
+                wrap.train(batch)
             workers = multiprocessing.active_children()
             wrap.save()
             assert multiprocessing.active_children() == workers  # Megatron-Core would start one
-    assert resumed == straight
-    assert len(straight) == 8
-    first_epoch = [sample for batch in straight[:6] for sample in batch]
+    assert taken["resumed"] == taken["straight"]
+    assert len(taken["straight"]) == 8
+    first_epoch = [sample for batch in taken["straight"][:6] for sample in batch]
     assert sorted(first_epoch) == list(range(24)) != first_epoch
 
 
@@ -501,7 +478,7 @@ def test_evaluation_sets_by_name_and_their_limit():
 
 def test_evaluation_sets_of_the_configuration():
     for name in ("train", "easy"):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
+        write_rows(f"{name}.jsonl", data())
     selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
     with started(*selected, "megatron_wrap.data.validation=easy.jsonl") as wrap:
         assert [len(batch) for batch in wrap.batches() if wrap.train(batch)] == [4] * 6
@@ -534,7 +511,7 @@ def test_a_flow_that_breaks_its_contract_fails_before_the_model_is_built():
         def get_loss_weight(self, loss_inputs: Any) -> float:
             return -1.0
 
-    Path("train.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in data()))
+    write_rows("train.jsonl", data())
     selected = ["megatron_wrap.data.__select__=jsonl", "megatron_wrap.data.train=train.jsonl"]
     wrap = MegatronWrap("run.yaml", overrides=[*selected, "megatron_wrap.flow.flow_key=negative"])
     wrap.initialize()
@@ -561,7 +538,7 @@ def test_records_of_a_resumed_run():
                 reported.append(wrap.train(data()[start : start + 4]))
                 wrap.log_last_metrics()
                 wrap.log_last_metrics()  # a second call adds no line
-    actual = lines()
+    actual = read_rows("outputs/run/metrics.jsonl")
     assert [line["iteration"] for line in actual] == [0, 1, 2, 3, 3, 4, 5, 6]
     evaluations = [line for line in actual if "loss" not in line]
     assert [set(line) for line in evaluations] == [{"iteration", "eval/set/loss", "eval/set/truncated_samples"}] * 2
@@ -578,30 +555,30 @@ def test_the_representation_shows_model_layout_and_iteration() -> None:
         assert repr(wrap) == "<MegatronWrap run: 1 layer of 32, gpt_sft, tp1 pp1 cp1 dp1, iteration 1 of 6>"
 
 
-def test_an_interrupt_says_where_the_run_stands_and_how_to_resume() -> None:
-    def train(*overrides: str) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "; nothing was saved, because megatron_lm.train.common.save is null"),
+        ((f"{TRAIN}.save=all",), "; there is no checkpoint yet"),
+        ((f"{TRAIN}.save=all", f"{TRAIN}.save_interval=2"), "; newest checkpoint: all/iter_0000002; the same command"),
+        (
+            (f"{TRAIN}.save=all", f"{TRAIN}.save_interval=2", "megatron_wrap.checkpoint.resume=never"),
+            "all/iter_0000002; to resume from it, set megatron_wrap.checkpoint.resume=auto",
+        ),
+    ],
+)
+def test_an_interrupt_says_where_the_run_stands_and_how_to_resume(overrides, message) -> None:
+    def train() -> None:
         with started(*overrides) as wrap:
             for batch in wrap.batches(data()):
                 wrap.train(batch)
                 if wrap.iteration == 3:
                     raise KeyboardInterrupt
 
-    def interrupted(*overrides: str) -> str:
-        with pytest.raises(KeyboardInterrupt) as interrupt:
-            train(*overrides)
-        return str(interrupt.value)
-
-    assert "after iteration 3 of 6; nothing was saved, because megatron_lm.train.common.save is null" in interrupted()
-    save = f"{TRAIN}.save=checkpoints"
-    assert "after iteration 3 of 6; there is no checkpoint yet" in interrupted(save)
-    message = interrupted(save, f"{TRAIN}.save_interval=2")
-    assert message == (
-        "interrupted after iteration 3 of 6; newest checkpoint: checkpoints/iter_0000002; the same command resumes "
-        "from it"
-    )
-    save = f"{TRAIN}.save=others"
-    message = interrupted(save, f"{TRAIN}.save_interval=2", "megatron_wrap.checkpoint.resume=never")
-    assert message.endswith("others/iter_0000002; to resume from it, set megatron_wrap.checkpoint.resume=auto")
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        train()
+    assert "interrupted after iteration 3 of 6; " in str(interrupt.value)
+    assert message in str(interrupt.value)
 
 
 def test_each_step_is_recorded_for_every_log_interval(capfd):
@@ -609,7 +586,7 @@ def test_each_step_is_recorded_for_every_log_interval(capfd):
         for batch in wrap.batches(data()):
             wrap.train(batch)
             wrap.log_last_metrics()
-    assert [line["iteration"] for line in lines("elsewhere")] == [1, 2, 3, 4, 5, 6]
+    assert [line["iteration"] for line in read_rows("elsewhere/metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     shown = [
         text.split("iteration ")[1].split("/")[0] for text in capfd.readouterr().err.splitlines() if " | loss " in text
     ]
@@ -647,7 +624,7 @@ def test_a_step_that_does_not_fit_into_memory_says_what_to_change(monkeypatch):
         monkeypatch.setattr(type(wrap.state.pipeline_schedule), "forward_backward", does_not_fit)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             wrap.train(data()[:4])
-    first, *rest = str(caught.value).splitlines()
+    first, *rest = str(caught.value).splitread_rows("outputs/run/metrics.jsonl")
     assert first == "CUDA out of memory. Tried to allocate 2.00 GiB."
     assert rest[0] == "to use less memory, the cheapest first:"
     keys = [line.split(":")[0].strip() for line in rest[1:]]

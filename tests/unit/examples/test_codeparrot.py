@@ -1,7 +1,5 @@
 """What examples/codeparrot counts as Python, and the picture of its loss; `scripts/drill/codeparrot.py` runs it."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

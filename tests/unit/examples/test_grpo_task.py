@@ -1,7 +1,5 @@
 """The task of examples/grpo: its reward, and the best reward of a completion that does not depend on the prompt."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import sys

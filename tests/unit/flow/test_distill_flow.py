@@ -1,7 +1,5 @@
 """Collation and options of gpt_distill."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Preference optimization: weights of pairs, and options that are refused. No process group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -63,8 +61,3 @@ def test_a_long_pair_is_refused_when_it_is_prepared():
     made.prepare_sample(pair(7, 7))
     with pytest.raises(DataError, match=r"10 tokens.* 9 "):
         made.prepare_sample(pair(7, 8))
-
-
-def test_loss_on_has_no_meaning_for_pairs():
-    with pytest.raises(ValueError, match="loss_on is all"):
-        Config(flow_key="gpt_dpo", loss_on="all")

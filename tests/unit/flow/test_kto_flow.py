@@ -1,7 +1,5 @@
 """KTO: which answers the KL estimate pairs with the prompts. No process group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """CPO, SimPO, AlphaPO and ORPO against their formulas in float64; refused options. No process group."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

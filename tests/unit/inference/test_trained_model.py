@@ -1,7 +1,5 @@
 """The run of a trained model, and the commands that use one, in one process."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Metric sums and their reduction. Several `MetricSums` simulate ranks, and adding their vectors the all-reduce."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

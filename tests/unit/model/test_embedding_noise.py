@@ -1,7 +1,5 @@
 """Noise on embeddings: its size and distribution, and what it depends on. No process group."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Values of FP8 parameters, with a stand-in for Transformer Engine's tensors that keeps multiples of 1/16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

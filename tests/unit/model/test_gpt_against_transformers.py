@@ -1,8 +1,6 @@
 """The provider `gpt_model` against transformers: logits, loss of `gpt_sft` and all gradients, in fp32 with random
 parameters, for each architecture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,23 +90,12 @@ THEIR_DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
-OUR_YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rotary_scaling_factor": 4.0,
-    "original_max_position_embeddings": 256,
-    "beta_fast": 8.0,
-    "beta_slow": 2.0,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.5,
+YARN: dict[str, Any] = {
+    **{"original_max_position_embeddings": 256, "beta_fast": 8.0, "beta_slow": 2.0},
+    **{"mscale": 0.707, "mscale_all_dim": 0.5},
 }
-THEIR_YARN: dict[str, Any] = {
-    "factor": 4.0,
-    "original_max_position_embeddings": 256,
-    "beta_fast": 8.0,
-    "beta_slow": 2.0,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.5,
-}
+OUR_YARN: dict[str, Any] = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, **YARN}
+THEIR_YARN: dict[str, Any] = {"factor": 4.0, **YARN}
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FAMILIES = [
     Family("llama", LlamaForCausalLM),

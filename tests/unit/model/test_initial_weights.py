@@ -1,7 +1,5 @@
 """Initial weights are normal, depend only on seed and global name, and are equal for every tensor-parallel size."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

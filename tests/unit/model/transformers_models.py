@@ -1,8 +1,6 @@
 """Maps our parameters to transformers' names, for each compared family. The mapping is linear, so it also maps
 gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any

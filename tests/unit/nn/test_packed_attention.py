@@ -1,8 +1,6 @@
 """Attention of packed rows by a kernel that takes boundaries. The kernel's part is computed by torch in float64, and
 the result with its gradients compared with an explicit softmax over the row. Ranks are simulated in one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

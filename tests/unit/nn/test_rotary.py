@@ -1,7 +1,5 @@
 """LongRoPE against transformers: frequencies, the attention factor, and which factors a configuration selects."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Deferred logits: operations in chunks, and any use as a tensor, equal stored logits; values and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock

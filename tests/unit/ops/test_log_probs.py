@@ -1,20 +1,15 @@
 """Vocabulary-parallel log-probabilities against torch's full-vocabulary computation."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_wrap.ops import log_probs
 from megatron_wrap.ops.log_probs import token_log_probs, vocabulary_max
 
-
-class OneRank:
-    """A group of one, which needs no torch.distributed."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
+ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+"""A group of one, which needs no torch.distributed."""
 
 
 @pytest.mark.parametrize(
@@ -27,7 +22,7 @@ def test_values_and_gradients_equal_log_softmax(dtype, tolerance, chunk_bytes, m
     logits = (torch.randn(2, 5, 37) * 3).to(dtype).requires_grad_()
     ids = torch.randint(0, 37, (2, 5))
     weights = torch.randn(2, 5, dtype=torch.float64)
-    actual = token_log_probs(logits, ids, OneRank())
+    actual = token_log_probs(logits, ids, ONE_RANK)
     (actual.double() * weights).sum().backward()
 
     wide = logits.detach().double().requires_grad_()
@@ -38,22 +33,9 @@ def test_values_and_gradients_equal_log_softmax(dtype, tolerance, chunk_bytes, m
     torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_log_probs_do_not_modify_the_logits():
-    logits = torch.randn(1, 3, 8)
-    before = logits.clone()
-    token_log_probs(logits, torch.zeros(1, 3, dtype=torch.long), OneRank())
-    assert torch.equal(logits, before)
-
-
-def test_log_probs_pass_gradcheck():
-    logits = torch.randn(1, 2, 6, dtype=torch.float64, requires_grad=True)
-    ids = torch.tensor([[1, 5]])
-    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, ids, OneRank()), logits)
-
-
 def test_vocabulary_max_equals_torch_max():
     logits = torch.randn(2, 3, 11, requires_grad=True)
-    actual = vocabulary_max(logits, OneRank())
+    actual = vocabulary_max(logits, ONE_RANK)
     (actual**2).sum().backward()
     other = logits.detach().clone().requires_grad_()
     expected = other.max(dim=-1).values

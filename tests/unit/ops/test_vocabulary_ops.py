@@ -3,10 +3,9 @@
 `tests/distributed/test_ops.py` compares values and gradients with torch, on one and several ranks.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,17 +20,8 @@ from megatron_wrap.ops.vocabulary import TOKEN_BYTES, token_blocks
 KINDS = ("forward", "reverse", "jensen_shannon")
 
 
-class OneRank:
-    """A group of one, which needs no torch.distributed."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-ONE_RANK = OneRank()
+ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+"""A group of one, which needs no torch.distributed."""
 
 
 def known(tokens: tuple[int, ...], columns: int, k: int, dtype: torch.dtype = torch.float64) -> ops.TopK:

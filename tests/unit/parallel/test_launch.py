@@ -1,7 +1,5 @@
 """Interrupts of a process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

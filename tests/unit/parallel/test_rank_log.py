@@ -1,7 +1,5 @@
 """What a process prints, in the file of its rank."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

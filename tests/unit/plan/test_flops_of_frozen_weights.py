@@ -1,7 +1,5 @@
 """FLOPs where weights are frozen, against torch's FLOP counter: of transformers and peft, and of our own steps."""
 
-from __future__ import annotations
-
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +10,20 @@ import pytest
 import torch
 from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    GPT2Config,
+    LlamaConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 
 from megatron_wrap.bridge.export.frozen import hugging_face_names, trained_shape
 from megatron_wrap.config import load_run_config
@@ -40,11 +51,24 @@ SIZES: dict[str, Any] = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 OF_V3 = {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+WIDE = {**SIZES, "head_dim": 16}
+LATENT_SIZES = {**SIZES, "num_key_value_heads": 4, "head_dim": 4}
 MODELS: dict[str, PreTrainedConfig] = {
+    "gpt2": GPT2Config(n_embd=32, n_inner=88, n_layer=2, n_head=4, vocab_size=128),
+    "qwen2_moe": Qwen2MoeConfig(
+        **{**SIZES, "num_key_value_heads": 4}, **EXPERTS, num_experts=6, shared_expert_intermediate_size=40
+    ),
+    "deepseek_v2": DeepseekV2Config(**LATENT_SIZES, **EXPERTS, **LATENT, **OF_V3),
+    "deepseek_v2_lite": DeepseekV2Config(**LATENT_SIZES, **EXPERTS, **{**LATENT, "q_lora_rank": None}, **OF_V3),
+    "glm4_moe": Glm4MoeConfig(**WIDE, **EXPERTS, **OF_V3),
+    "qwen3_5_text": Qwen3_5TextConfig(**WIDE, layer_types=["full_attention"] * 3),
+    "olmo2": Olmo2Config(**SIZES),
+    "gemma3_text": Gemma3TextConfig(**WIDE),
+    "wide": LlamaConfig(**WIDE),
     "llama": LlamaConfig(**SIZES),
     "tied": LlamaConfig(**{**SIZES, "tie_word_embeddings": True}),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4, mlp_only_layers=[1]),
-    "deepseek_v3": DeepseekV3Config(**{**SIZES, "num_key_value_heads": 4, "head_dim": 4}, **EXPERTS, **LATENT, **OF_V3),
+    "deepseek_v3": DeepseekV3Config(**LATENT_SIZES, **EXPERTS, **LATENT, **OF_V3),
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BATCH, LENGTH = 2, 16
@@ -68,11 +92,13 @@ def overrides_of(name: str, folder: Path, adapter: dict[str, Any] | None, freeze
     return [*overrides, "megatron_wrap.adapter.__select__=lora", *keys]
 
 
-def count(model: torch.nn.Module) -> int:
-    """FLOPs of a forward and backward pass that torch counts, without those of the rotary table."""
+def count(model: torch.nn.Module, batch: int = BATCH, length: int = LENGTH, backward: bool = True) -> int:
+    """FLOPs that torch counts, without those of the rotary table."""
     counter = FlopCounterMode(display=False)
     with counter:
-        model(input_ids=torch.zeros(BATCH, LENGTH, dtype=torch.long)).logits.sum().backward()
+        logits = model(input_ids=torch.zeros(batch, length, dtype=torch.long)).logits
+        if backward:
+            logits.sum().backward()
     rotary = (counts for name, counts in counter.get_flop_counts().items() if name.endswith("rotary_emb"))
     return counter.get_total_flops() - sum(sum(counts.values()) for counts in rotary)
 
@@ -83,6 +109,15 @@ def eager(name: str) -> Any:
     if name != "llama":
         config._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("batch", "length"), [(1, 16), (3, 7)])
+def test_flops_equal_torchs_count_for_transformers_models(name: str, batch: int, length: int, run: Path) -> None:
+    config, model = load_run_config(run, overrides_of(name, run.parent / "model", None)), eager(name)
+    for backward, flops in ((False, forward_flops), (True, training_flops)):
+        expected = flops(model_shape(config, 128), causal=False).of(batch * length, batch * length**2)
+        assert count(model, batch, length, backward) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,6 @@ from megatron_wrap.platform.base.platform import Replacements
 from megatron_wrap.platform.gpu.platform import CudaPlatform, _free_buffers
 
 
-def test_importing_the_package_needs_no_torch():
-    code = "import megatron_wrap.platform, sys; assert not {'torch', 'megatron', 'megatron.core'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_platform_is_chosen_by_name_and_available_gpus(monkeypatch):
     assert choose_platform("cpu") is choose_platform("cpu")
     assert (choose_platform("cpu").name, choose_platform("cpu").backend) == ("cpu", "gloo")

@@ -1,7 +1,5 @@
 """Diagnosis from numbers; `tests/distributed/test_parity.py` runs real flows."""
 
-from __future__ import annotations
-
 import math
 
 import numpy

@@ -1,7 +1,5 @@
 """Calls over the vocabulary are found with their line; those over other dimensions and of megatron_wrap.ops are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

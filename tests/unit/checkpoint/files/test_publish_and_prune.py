@@ -1,11 +1,10 @@
 """Checkpoint folders: visible only when complete, and never fewer than before, also after a killed process."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,64 +32,51 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def test_a_missing_folder_has_no_checkpoints(store: CheckpointStore) -> None:
-    assert store.latest() is None
-    assert store.iterations() == []
-    assert store.prune(1) == []
+    assert (store.latest(), store.iterations(), store.prune(1)) == (None, [], [])
     assert not store.folder.exists()
 
 
-def test_names_are_megatron_lms(store: CheckpointStore) -> None:
+def test_nothing_is_visible_before_commit_and_then_under_megatron_lm_s_name(store: CheckpointStore) -> None:
     assert save(store, 10) == store.folder / "iter_0000010"
-    assert (store.folder / "latest_checkpointed_iteration.txt").read_text() == "10"
-    assert store.folder_of(12345678).name == "iter_12345678"
-
-
-def test_nothing_is_visible_before_commit(store: CheckpointStore) -> None:
-    save(store, 1)
-    partial = fill(store.begin(2))
-    assert store.latest() == 1
+    partial = fill(store.begin(12345678))
+    assert store.latest() == 10
     assert partial.parent == store.folder
-    assert partial.name.startswith(".iter_0000002.partial")
-    store.commit(partial, 2, {})
-    assert store.latest() == 2
+    assert partial.name.startswith(".iter_12345678.partial")
+    facts = read_facts(store.commit(partial, 12345678, {"layout": {"tp": 1}}))
+    assert (facts["iteration"], facts["layout"]) == (12345678, {"tp": 1})
+    assert facts["files"]["__0_0.distcp"] == len("tensors")
+    assert (store.folder / "latest_checkpointed_iteration.txt").read_text() == "12345678"
     assert not partial.exists()
 
 
-def test_manifest_holds_facts_and_sizes(store: CheckpointStore) -> None:
-    facts = read_facts(save(store, 3))
-    assert facts["iteration"] == 3
-    assert facts["layout"] == {"tp": 1}
-    assert facts["files"]["__0_0.distcp"] == len("tensors")
-
-
 def test_stale_partial_folders_are_removed_at_the_next_save(store: CheckpointStore) -> None:
-    fill(store.begin(1))
-    dead = store.begin(1)
+    first, dead = fill(store.begin(1)), store.begin(1)
+    assert first != dead
     assert [path.name for path in store.folder.iterdir()] == [dead.name]
     assert save(CheckpointStore(store.folder), 2).is_dir()
     assert sorted(path.name for path in store.folder.iterdir()) == ["iter_0000002", TRACKER]
 
 
-def test_a_new_partial_folder_has_a_new_name(store: CheckpointStore) -> None:
-    assert store.begin(1) != store.begin(1)
-
-
-@pytest.mark.parametrize("damage", ["missing folder", "missing file", "short file", "no metadata", "garbled tracker"])
-def test_latest_is_never_an_incomplete_checkpoint(store: CheckpointStore, damage: str) -> None:
-    save(store, 5)
+@pytest.mark.parametrize(
+    ("damage", "left"),
+    [
+        (shutil.rmtree, [5]),
+        (lambda newest: (newest / "__0_0.distcp").unlink(), [5]),
+        (lambda newest: os.truncate(newest / "__0_0.distcp", 3), [5]),
+        (lambda newest: (newest / ".metadata").unlink(), [5]),
+        (lambda newest: (newest.parent / TRACKER).write_bytes(b"\xff\xfe"), [5, 10]),
+        (lambda newest: (newest.parent / TRACKER).unlink(), [5, 10]),
+    ],
+    ids=["missing folder", "missing file", "short file", "no metadata", "garbled tracker", "no tracker"],
+)
+def test_latest_is_never_an_incomplete_checkpoint(
+    store: CheckpointStore, damage: Callable[[Path], object], left: list[int]
+) -> None:
     newest = save(store, 10)
-    if damage == "missing folder":
-        shutil.rmtree(newest)
-    elif damage == "missing file":
-        (newest / "__0_0.distcp").unlink()
-    elif damage == "short file":
-        os.truncate(newest / "__0_0.distcp", 3)
-    elif damage == "no metadata":
-        (newest / ".metadata").unlink()
-    else:
-        (store.folder / TRACKER).write_bytes(b"\xff\xfe")
-    assert store.latest() == (10 if damage == "garbled tracker" else 5)
-    assert store.iterations() == ([5, 10] if damage == "garbled tracker" else [5])
+    save(store, 5)
+    (store.folder / TRACKER).write_text("10")
+    damage(newest)
+    assert (store.latest(), store.iterations()) == (left[-1], left)
 
 
 def test_a_tracker_set_back_by_hand_determines_the_latest(store: CheckpointStore) -> None:
@@ -98,13 +84,6 @@ def test_a_tracker_set_back_by_hand_determines_the_latest(store: CheckpointStore
         save(store, iteration)
     (store.folder / TRACKER).write_text("5\n")
     assert store.latest() == 5
-
-
-def test_without_tracker_the_largest_iteration_is_the_latest(store: CheckpointStore) -> None:
-    save(store, 10)
-    save(store, 9)
-    (store.folder / TRACKER).unlink()
-    assert store.latest() == 10
 
 
 def test_saving_an_iteration_again_replaces_it(store: CheckpointStore) -> None:
@@ -145,24 +124,28 @@ def test_a_kill_while_replacing_keeps_the_older_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("keep", "removed", "left"),
-    [(None, [], [1, 2, 3]), (2, [1], [2, 3]), (1, [1, 2], [3]), (0, [1, 2], [3]), (9, [], [1, 2, 3])],
+    ("saved", "keep", "best", "removed", "latest"),
+    [
+        ((1, 2, 3), None, None, [], 3),
+        ((1, 2, 3), 2, None, [1], 3),
+        ((1, 2, 3), 1, None, [1, 2], 3),
+        ((1, 2, 3), 0, None, [1, 2], 3),
+        ((1, 2, 3), 9, None, [], 3),
+        ((1, 2, 3, 4), 1, 2, [1, 3], 4),
+        ((10, 20, 30, 12), 1, None, [10], 12),  # the tracker was set back
+    ],
 )
-def test_prune_keeps_the_newest(store: CheckpointStore, keep: int | None, removed: list[int], left: list[int]) -> None:
-    for iteration in (1, 2, 3):
+def test_prune_keeps_the_newest_and_the_best(
+    store: CheckpointStore, saved: tuple[int, ...], keep: int | None, best: int | None, removed: list[int], latest: int
+) -> None:
+    for iteration in saved:
         save(store, iteration)
-    assert store.prune(keep) == removed
-    assert store.iterations() == left
-
-
-def test_prune_keeps_the_best_besides_the_newest(store: CheckpointStore) -> None:
-    for iteration in (1, 2, 3, 4):
-        save(store, iteration)
-    store.record_best(2)
-    assert (store.folder / "best_checkpointed_iteration.txt").read_text() == "2"
-    assert store.prune(1, best=2) == [1, 3]
-    assert store.iterations() == [2, 4]
-    assert store.latest() == 4
+    if best is not None:
+        store.record_best(best)
+        assert (store.folder / "best_checkpointed_iteration.txt").read_text() == str(best)
+    assert store.prune(keep, best=best) == removed
+    assert store.iterations() == sorted({*saved} - {*removed})
+    assert store.latest() == latest
 
 
 def test_prune_counts_only_complete_checkpoints(store: CheckpointStore) -> None:
@@ -171,14 +154,6 @@ def test_prune_counts_only_complete_checkpoints(store: CheckpointStore) -> None:
     (store.folder_of(3) / ".metadata").unlink()
     assert store.prune(1) == [1]
     assert store.iterations() == [2]
-
-
-def test_prune_after_a_set_back_tracker_keeps_the_last_save(store: CheckpointStore) -> None:
-    for iteration in (10, 20, 30, 12):
-        save(store, iteration)
-    assert store.prune(1) == [10]
-    assert store.latest() == 12
-    assert store.iterations() == [12, 20, 30]
 
 
 def test_a_failed_write_keeps_the_earlier_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """Tensor files are compared with their hashes before a part of them is read, from the memory that was compared; nothing
 of a damaged block is read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The copy in host memory, and the process that writes it: what is written, and how either ends."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Checkpoints in remote folders: moto's S3 server in a process of its own behind a proxy that drops connections, and
 local stand-ins for gs:// and hf://."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

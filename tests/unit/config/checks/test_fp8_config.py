@@ -20,13 +20,15 @@ from megatron_wrap.model.transformer_config import transformer_config  # noqa: E
 
 CONFIG = Path(__file__).resolve().parents[4] / "scripts/benchmark/llama-1b.yaml"
 DTYPE, ARCH = "megatron_lm.train.dtype", "megatron_lm.model.arch"
-DISTRIBUTED = "megatron_lm.train.optimizer.use_distributed_optimizer=true"
+DTYPE, ARCH = "megatron_lm.train.dtype", "megatron_lm.model.arch"
+SECTIONS = {"dtype": DTYPE, "arch": ARCH, "optimizer": "megatron_lm.train.optimizer"}
+GATHERED = "dtype.fp8_param_gather=true optimizer.use_distributed_optimizer=true"
 
 
-def load(*overrides: str) -> RunConfig:
-    short = {"dtype": DTYPE, "arch": ARCH}
-    split = [text.partition(".") for text in overrides]
-    return load_run_config(CONFIG, [f"{short.get(section, section)}.{rest}" for section, _, rest in split])
+def load(overrides: str) -> RunConfig:
+    """load("dtype.fp8=hybrid arch.hidden_size=16"): the run with these keys."""
+    split = [text.partition(".") for text in overrides.split()]
+    return load_run_config(CONFIG, [f"{SECTIONS[section]}.{key}" for section, _, key in split])
 
 
 class Gpu:
@@ -57,28 +59,23 @@ def built(config: RunConfig, training: bool = True) -> Any:
 FIELDS = ("fp8", "fp8_recipe", "fp8_param", "first_last_layers_bf16", "num_layers_at_end_in_bf16")
 
 
+TENSORWISE = "dtype.fp8=hybrid dtype.fp8_recipe=tensorwise"
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), (None, "delayed", False, False, 1)),
-        (("dtype.fp8=hybrid",), ("hybrid", "delayed", False, False, 1)),
+        ("", (None, "delayed", False, False, 1)),
+        ("dtype.fp8=hybrid", ("hybrid", "delayed", False, False, 1)),
+        (f"dtype.fp8=e4m3 dtype.fp8_recipe=blockwise {GATHERED}", ("e4m3", "blockwise", True, False, 1)),
         (
-            ("dtype.fp8=e4m3", "dtype.fp8_recipe=blockwise", "dtype.fp8_param_gather=true", DISTRIBUTED),
-            ("e4m3", "blockwise", True, False, 1),
-        ),
-        (
-            (
-                "dtype.fp8=hybrid",
-                "dtype.fp8_recipe=tensorwise",
-                "dtype.first_last_layers_bf16=true",
-                "dtype.num_layers_at_end_in_bf16=2",
-            ),
+            f"{TENSORWISE} dtype.first_last_layers_bf16=true dtype.num_layers_at_end_in_bf16=2",
             ("hybrid", "tensorwise", False, True, 2),
         ),
     ],
 )
-def test_settings_reach_megatron_core(overrides: tuple[str, ...], expected: tuple[Any, ...]) -> None:
-    config = load(*overrides)
+def test_settings_reach_megatron_core(overrides: str, expected: tuple[Any, ...]) -> None:
+    config = load(overrides)
     check_values(config)
     actual = built(config)
     assert tuple(getattr(actual, name) for name in FIELDS) == expected
@@ -86,59 +83,11 @@ def test_settings_reach_megatron_core(overrides: tuple[str, ...], expected: tupl
 
 
 def test_a_model_that_is_not_trained_computes_in_bf16() -> None:
-    actual = built(load("dtype.fp8=hybrid", "dtype.fp8_param_gather=true", DISTRIBUTED), training=False)
+    actual = built(load(f"dtype.fp8=hybrid {GATHERED}"), training=False)
     assert (actual.fp8, actual.fp8_param, actual.bf16) == (None, False, True)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "facts"),
-    [
-        (("dtype.fp8_param_gather=true",), f"{DTYPE}.fp8_param_gather true {DTYPE}.fp8 null hybrid"),
-        (("dtype.first_last_layers_bf16=true",), f"{DTYPE}.first_last_layers_bf16 true {DTYPE}.fp8 null hybrid"),
-        (("dtype.fp8=hybrid", "dtype.__select__=fp32"), f"{DTYPE}.fp8 hybrid bf16: true"),
-        (("dtype.fp8=hybrid", "arch.transformer_impl=torch"), "hybrid transformer_impl torch auto fp8: null"),
-        (
-            ("dtype.fp8=hybrid", "dtype.first_last_layers_bf16=true"),
-            f"{DTYPE}.first_last_layers_bf16 true delayed tensorwise blockwise",
-        ),
-        (
-            (
-                "dtype.fp8=hybrid",
-                "dtype.fp8_recipe=tensorwise",
-                "dtype.first_last_layers_bf16=true",
-                "dtype.num_layers_at_start_in_bf16=17",
-            ),
-            f"{DTYPE}.num_layers_at_start_in_bf16 17 16",
-        ),
-        (("dtype.fp8=hybrid", "arch.ffn_hidden_size=8200"), f"{DTYPE}.fp8 16 ffn_hidden_size 8200"),
-        (
-            (
-                "dtype.fp8=hybrid",
-                "dtype.fp8_recipe=blockwise",
-                "dtype.fp8_param_gather=true",
-                DISTRIBUTED,
-                "arch.ffn_hidden_size=8208",
-            ),
-            f"{DTYPE}.fp8 128 ffn_hidden_size 8208",
-        ),
-        (
-            (
-                "dtype.fp8=hybrid",
-                "dtype.fp8_recipe=tensorwise",
-                "dtype.fp8_param_gather=true",
-                DISTRIBUTED,
-                "megatron_lm.train.optimizer.optimizer_cpu_offload=true",
-                "megatron_lm.train.optimizer.use_precision_aware_optimizer=true",
-                "megatron_lm.train.optimizer.optimizer_offload_fraction=1.0",
-            ),
-            f"{DTYPE}.fp8_param_gather optimizer_cpu_offload delayed tensorwise",
-        ),
-    ],
-)
-def test_contradictions_are_refused(overrides: tuple[str, ...], facts: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_values(load(*overrides))
-    assert all(fact in str(raised.value) for fact in facts.split()), raised.value
+OFFLOADED = "optimizer.optimizer_cpu_offload=true optimizer.use_precision_aware_optimizer=true"
 
 
 def test_sizes_are_those_of_one_tensor_parallel_process() -> None:

@@ -1,7 +1,5 @@
 """The size of the vocabulary: that of the configuration, else the tokenizer's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

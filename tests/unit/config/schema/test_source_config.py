@@ -1,7 +1,5 @@
 """Sources of samples in a run's YAML: forms, names, strict errors with their lines, contradictions, missing files."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -106,26 +104,6 @@ def test_a_source_is_neither_empty_nor_a_number(write_run: Write) -> None:
     for value in ("[]", "3", "[3]", "{}"):
         with pytest.raises(ConfigError, match=r"command line megatron_wrap\.data\.train"):
             load(write_run, "__select__=dataset", f"train={value}")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["train=[{path: a, weight: 1}, b]"], ["a have a weight", "b none"]),
-        (["train={path: a, weight: 1, epochs: 2}"], ["weight and epochs"]),
-        (["train=[{path: a, streaming: true}, b]"], ["a stream", "weight"]),
-        (["train={path: a, streaming: true, samples: 3}"], ["a streams", "samples"]),
-        (["validation={a: {path: a, weight: 1}}"], ["weight", "a"]),
-        (["validation={a: {path: a, streaming: true}}"], ["streams", "samples"]),
-        (["train=null"], ["dataset", "train"]),
-        (["num_workers=-1"], ["num_workers", "at least 0"]),
-        (["prefetch_batches=0"], ["prefetch_batches", "at least 1"]),
-    ],
-)
-def test_contradictions(write_run: Write, overrides: list[str], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_values(load(write_run, "__select__=dataset", *overrides))
-    assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
 def test_sources_have_no_effect_with_mock_data(write_run: Write) -> None:

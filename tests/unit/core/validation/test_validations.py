@@ -1,7 +1,5 @@
 """The order in which a run's mistakes are reported, before any process starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

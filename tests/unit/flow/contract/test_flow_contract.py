@@ -57,31 +57,35 @@ def test_the_error_of_a_wrong_key_suggests_the_closest_one():
         MegatronWrapFlowEntry.get_flow_class("megatron_wrap.errors:FlowError")
 
 
-def test_the_error_of_an_incomplete_flow_gives_the_missing_signatures():
-    class Unfinished(MegatronWrapGPTModelFlow):
-        pass
+class Unfinished(MegatronWrapGPTModelFlow):
+    pass
 
-    class Swapped(MegatronWrapMinimalMockFlow):
-        def calculate_loss(self, loss_inputs):
-            raise AssertionError
 
-    class NoContext(MegatronWrapMinimalMockFlow):
-        def __init__(self, flow_config):
-            raise AssertionError
+class Swapped(MegatronWrapMinimalMockFlow):
+    def calculate_loss(self, loss_inputs):
+        raise AssertionError
 
-    register = MegatronWrapFlowEntry.register
-    for flow in (Unfinished, Swapped, NoContext):
-        register(f"test_{flow.__name__}")(flow)
-    with pytest.raises(
-        FlowError,
-        match=r"Unfinished .*calculate_loss\(self, loss_inputs, model_forward_output\).*"
-        r"collate_data_micro_batch\(self, iterator\).*docs/flow-contract\.md",
-    ):
-        MegatronWrapFlowEntry.get_flow_class("test_Unfinished")
-    with pytest.raises(FlowError, match=r"def calculate_loss\(self, loss_inputs, model_forward_output\)"):
-        MegatronWrapFlowEntry.get_flow_class("test_Swapped")
-    with pytest.raises(FlowError, match=r"def __init__\(self, flow_config, context\)"):
-        MegatronWrapFlowEntry.get_flow_class("test_NoContext")
+
+class NoContext(MegatronWrapMinimalMockFlow):
+    def __init__(self, flow_config):
+        raise AssertionError
+
+
+LOSS = r"calculate_loss\(self, loss_inputs, model_forward_output\)"
+
+
+@pytest.mark.parametrize(
+    ("flow", "signatures"),
+    [
+        (Unfinished, rf"Unfinished .*{LOSS}.*collate_data_micro_batch\(self, iterator\).*docs/flow-contract\.md"),
+        (Swapped, f"def {LOSS}"),
+        (NoContext, r"def __init__\(self, flow_config, context\)"),
+    ],
+)
+def test_the_error_of_an_incomplete_flow_gives_the_missing_signatures(flow, signatures):
+    MegatronWrapFlowEntry.register(f"test_{flow.__name__}")(flow)
+    with pytest.raises(FlowError, match=signatures):
+        MegatronWrapFlowEntry.get_flow_class(f"test_{flow.__name__}")
 
 
 def test_options_are_attributes_and_the_error_names_a_missing_one():
@@ -122,15 +126,14 @@ def test_the_sum_per_sequence_is_the_same_for_packed_and_unpacked_rows(cp_size):
     torch.testing.assert_close(packed.grad[0], torch.cat([expected, torch.zeros(2)]) * cp_size)
 
 
-def test_gathering_sequences_of_packed_rows_is_refused():
-    """It has no boundaries, and each sequence is split over context-parallel ranks on its own."""
-    for packing in (False, True):
-        flow = MegatronWrapMinimalMockFlow(FlowOptions("minimal_mock", {"vary_length": True}, packing), context())
-        if not packing:
-            assert flow.gather_on_cp_group(torch.ones(1, 2)).shape == (1, 2)
-            continue
-        with pytest.raises(FlowError, match=r"gather_on_cp_group.*packing: true.*sum_per_sequence.*packing: false"):
-            flow.gather_on_cp_group(torch.ones(1, 2))
+def test_what_a_flow_or_its_rows_do_not_have_is_refused():
+    """Packed rows have no boundaries, and each sequence is split over context-parallel ranks on its own."""
+    packed = MegatronWrapMinimalMockFlow(FlowOptions("minimal_mock", {"vary_length": True}, True), context())
+    assert mock().gather_on_cp_group(torch.ones(1, 2)).shape == (1, 2)
+    with pytest.raises(FlowError, match=r"gather_on_cp_group.*packing: true.*sum_per_sequence.*packing: false"):
+        packed.gather_on_cp_group(torch.ones(1, 2))
+    with pytest.raises(FlowError, match=r"MegatronWrapMinimalMockFlow .*calculate_outputs"):
+        mock().calculate_outputs({}, torch.zeros(1))
 
 
 def test_packing_is_declared_by_the_class_that_defines_the_loss():
@@ -158,11 +161,6 @@ def test_packing_is_declared_by_the_class_that_defines_the_loss():
     assert "Below defines calculate_outputs" in packing_refusal(Below)
     assert "Off does not declare supports_packing" in packing_refusal(Off)
     assert "supports_packing" in packing_refusal(MegatronWrapGPTModelFlow)
-
-
-def test_the_error_of_a_flow_without_outputs_names_calculate_outputs():
-    with pytest.raises(FlowError, match=r"MegatronWrapMinimalMockFlow .*calculate_outputs"):
-        mock().calculate_outputs({}, torch.zeros(1))
 
 
 def test_inheritance_and_representation_are_as_documented():

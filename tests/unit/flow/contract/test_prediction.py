@@ -1,14 +1,11 @@
 """Inputs of multi-token prediction: shifted within each sequence; runs that cannot have its layers are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.errors import ConfigError, FlowError
 from megatron_wrap.flow.contract.config import decode_flow_config
 from megatron_wrap.flow.contract.prediction import MultiTokenPrediction
@@ -35,27 +32,6 @@ def test_tokens_labels_and_masks_are_shifted_within_each_sequence() -> None:
 def test_a_flow_without_labels_is_refused() -> None:
     with pytest.raises(FlowError, match=r"labels, loss_mask is missing.*mtp_num_layers to null"):
         TWO.shifted_inputs({"input_ids": torch.zeros(1, 2)}, {}, torch.tensor([2]), pad_id=0, flow="Flow")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        ([f"{ARCH}mtp_loss_scaling_factor=0.5"], r"mtp_loss_scaling_factor.*mtp_num_layers"),
-        ([AHEAD, "megatron_wrap.adapter.__select__=lora"], r"an adapter does not train these layers"),
-        (
-            [AHEAD, f"{ARCH}window_size=[4, 0]", f"{ARCH}window_attn_skip_freq=[1, 0, 1, 0]"],
-            r"no number in window_attn",
-        ),
-    ],
-)
-def test_what_the_layers_do_not_support_is_refused(overrides: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        check_values(load_run_config(CONFIG, overrides))
-
-
-def test_keys_of_megatron_core_s_own_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"mtp_standalone.*not Megatron-Core's own"):
-        load_run_config(CONFIG, [AHEAD, f"{ARCH}mtp_standalone=true"])
 
 
 def test_a_flow_that_predicts_no_next_token_keeps_the_layers_without_a_loss() -> None:

@@ -1,20 +1,17 @@
 """A recorded routing of samples: collated, or refused if it is of another model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_wrap.config import load_run_config
-from megatron_wrap.config.checks.run import check_run
-from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.errors import DataError
 from megatron_wrap.flow.contract.routing import RoutingShape
 
 SHAPE = RoutingShape(layers=(1, 2), num_layers=3, num_experts=4, topk=2, mode="R3")
 ROUTING = torch.tensor([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[3, 1], [-1, -1]]])
+EXPERTS = "model.arch.num_experts=4"
 CONFIG = Path(__file__).parents[3] / "distributed" / "models.yaml"
 
 
@@ -51,23 +48,3 @@ def test_routing_is_padded_and_dense_layers_are_left_out() -> None:
 def test_routing_of_another_model_is_refused(routing: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
         collated(ROUTING, routing, lengths=(3, 3))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (["megatron_lm.train.common.router_replay=R2"], "router_replay R2 needs .*num_experts, which is null; set it"),
-        (["megatron_lm.model.arch.num_experts=4", "megatron_lm.model.arch.moe_enable_routing_replay=true"], "R2 or R3"),
-        (
-            [
-                "megatron_lm.train.common.router_replay=R3",
-                "megatron_lm.model.arch.num_experts=4",
-                "megatron_lm.model.arch.moe_router_load_balancing_type=sinkhorn",
-            ],
-            "sinkhorn selects experts itself",
-        ),
-    ],
-)
-def test_models_that_cannot_replay_are_refused(overrides: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        check_run(load_run_config(CONFIG, overrides))

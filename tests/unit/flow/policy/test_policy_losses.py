@@ -1,7 +1,5 @@
 """The losses of policy optimization as formulas in float64, samples that are refused, and options. No process group."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from typing import Any

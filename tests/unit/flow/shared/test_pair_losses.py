@@ -1,7 +1,5 @@
 """The losses on pairs as formulas in float64, the options that are refused, and KTO's samples. No process group."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -126,6 +124,7 @@ def test_ld_alpha_scales_the_longer_answers_later_tokens(monkeypatch):
         ({"loss_type": "apo_zero", "f_divergence_type": "forward_kl"}, "apo_zero"),
         ({"loss_type": "aot", "use_weighting": True}, "use_weighting"),
         ({"loss_type": "exo_pair"}, "label_smoothing"),
+        ({"loss_on": "all"}, "loss_on is all"),
     ],
 )
 def test_losses_that_do_not_exist_or_fit_are_refused(options, named):

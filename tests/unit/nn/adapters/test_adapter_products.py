@@ -1,7 +1,5 @@
 """Products of adapters: values and gradients are those of the plain formula, in the memory of the base's results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The router's linear layer in bf16 parts against the product in float64."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_wrap.nn.experts.gating import gate

@@ -1,7 +1,5 @@
 """`GroupedExperts` against Megatron-Core's experts one after the other, and the keys that select them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,6 @@ import torch
 from torch.nn import functional
 
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.errors import ConfigError
 
 pytestmark = [pytest.mark.transformers, pytest.mark.process_group]
 
@@ -158,17 +155,3 @@ def test_automatic_choice_is_grouped(tmp_path: Path):
         assert isinstance(layer, GroupedMoELayer)
         assert isinstance(layer.experts, GroupedExperts)
         assert tuple(layer.experts.linear_fc1.weight.shape) == (EXPERTS, 2 * WIDTH, wrap.config.arch.hidden_size)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("experts_impl=grouped_mm", "moe_grouped_gemm=false"), "contradicts moe_grouped_gemm: false"),
-        (("experts_impl=transformer_engine",), "needs megatron_wrap.init.platform auto or cuda"),
-        (("experts_impl=grouped",), "grouped_mm"),
-    ],
-)
-def test_contradictions(settings, message, tmp_path):
-    further = [f"{ARCH}.{setting}" for setting in settings]
-    with pytest.raises(ConfigError, match=message):
-        MegatronWrap(CONFIG, overrides(*further, f"megatron_wrap.logger.output_dir={tmp_path}"))

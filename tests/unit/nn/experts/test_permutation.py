@@ -1,7 +1,5 @@
 """The order of rows against Megatron-Core's permutation of tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

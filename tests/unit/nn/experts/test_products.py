@@ -1,7 +1,5 @@
 """The grouped products of experts against float64 loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Auxiliary losses of MoE routers with padding, against transformers and formulas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,12 +63,19 @@ def mask(width: int) -> torch.Tensor:
     return torch.arange(width)[None] < torch.tensor(LENGTHS)[:, None]
 
 
-def test_load_balancing_loss_equals_transformers(tmp_path: Path):
-    metrics, logits, _ = step(tmp_path, moe_aux_loss_coeff=COEFFICIENT)
+@pytest.mark.parametrize(
+    ("kind", "name"), [("aux_loss", "load_balancing_loss"), ("global_aux_loss", "global_load_balancing_loss")]
+)
+def test_losses_over_a_batch_equal_transformers_and_the_formula(tmp_path: Path, kind: str, name: str):
+    """Of one micro-batch; the z-loss is the mean square of the logsumexp."""
+    losses = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": COEFFICIENT}
+    metrics, logits, _ = step(tmp_path, moe_z_loss_coeff=COEFFICIENT, **losses)
     assert logits.shape[:2] == (4, max(LENGTHS))
     expected = load_balancing_loss_func((logits.flatten(0, 1),), EXPERTS, TOPK, mask(logits.shape[1]).long())
     # transformers averages over tokens, Megatron-LM over tokens and their top-k experts
-    assert metrics["load_balancing_loss"] == pytest.approx(expected.item() / TOPK, rel=1e-5)
+    assert metrics[name] == pytest.approx(expected.item() / TOPK, rel=1e-5)
+    squares = logits.logsumexp(dim=-1).square()
+    assert metrics["z_loss"] == pytest.approx(squares[mask(logits.shape[1])].mean().item(), rel=1e-5)
 
 
 def test_sequence_loss_is_the_mean_over_sequences(tmp_path: Path):
@@ -80,20 +85,6 @@ def test_sequence_loss_is_the_mean_over_sequences(tmp_path: Path):
         for row, length in zip(logits, LENGTHS, strict=True)
     ]
     assert metrics["seq_load_balancing_loss"] == pytest.approx(sum(by_sequence).item() / 4, rel=1e-5)
-
-
-def test_global_loss_of_one_micro_batch_equals_its_load_balancing_loss(tmp_path: Path):
-    metrics, logits, _ = step(
-        tmp_path, moe_aux_loss_coeff=COEFFICIENT, moe_router_load_balancing_type="global_aux_loss"
-    )
-    expected = load_balancing_loss_func((logits.flatten(0, 1),), EXPERTS, TOPK, mask(logits.shape[1]).long())
-    assert metrics["global_load_balancing_loss"] == pytest.approx(expected.item() / TOPK, rel=1e-5)
-
-
-def test_z_loss_is_the_mean_square_of_the_logsumexp(tmp_path: Path):
-    metrics, logits, _ = step(tmp_path, moe_z_loss_coeff=COEFFICIENT)
-    squares = logits.logsumexp(dim=-1).square()
-    assert metrics["z_loss"] == pytest.approx(squares[mask(logits.shape[1])].mean().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])

@@ -1,7 +1,5 @@
 """Frozen weights in NF4 and FP8: values against torchao and bitsandbytes, and what a layer keeps of them."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gloo groups share a device, whose thread gives way to others: the threads of a process with several groups."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Freed memory stays in the process: counts the page faults of temporary tensors."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

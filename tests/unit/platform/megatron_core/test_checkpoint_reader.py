@@ -1,7 +1,5 @@
 """Checkpoints that torch writes are read as torch reads them, into the memory of the tensors that request them."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

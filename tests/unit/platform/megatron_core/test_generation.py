@@ -1,7 +1,5 @@
 """`left_padded` with Megatron-Core's rotary embedding; passes without FP8."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels instead of Megatron-Core's functions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

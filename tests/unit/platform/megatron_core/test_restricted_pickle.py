@@ -1,7 +1,5 @@
 """What a pickle of a checkpoint may create, and what it may not change."""
 
-from __future__ import annotations
-
 import collections
 import io
 import os

@@ -1,8 +1,6 @@
 """Attention with sinks, values and gradients, compared with transformers' eager attention of gpt-oss in float64; the
 kernel for GPUs is replaced by its documented arithmetic."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """Kernels with a logsumexp: their arithmetic against torch's softmax in float64, what those of GPUs accept on torch's
 meta device, and the merge of parts of the keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

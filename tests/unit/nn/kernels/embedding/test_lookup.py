@@ -1,7 +1,5 @@
 """The lookup of embeddings against torch's, with a sum by torch instead of the kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
