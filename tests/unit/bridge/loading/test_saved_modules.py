@@ -39,9 +39,11 @@ def folder_with(folder: Path, **values: Any) -> Path:
         ),
         ({}, (f"{KEYS}.modules_to_save=[norm]",), r"is \[\] there and \[norm\] here"),
         ({"bias": "all"}, (), r"bias is all there and none here; write megatron_wrap\.adapter\.bias=all"),
-        ({"modules_to_save": ["q_proj"]}, (), "only embeddings, the output layer and norms"),
+        ({"trainable_token_indices": [5]}, (), r"is \[5\] there and \[\] here; write .*token_indices=\[5\]"),
+        ({"layers_pattern": "layers"}, (), "layers_pattern is .* cannot be loaded: .*delete it"),
+        ({"init_lora_weights": "olora"}, (), "olora and cannot be loaded: .*conversion"),
         ({"use_bdlora": {"nblocks": 2}}, (), "use_bdlora is .* cannot be loaded: factors are not block-diagonal"),
-        ({"init_lora_weights": "pissa"}, (), "pissa there and True here; write .*init_lora_weights=pissa"),
+        ({"init_lora_weights": "pissa"}, (), "pissa there and true here; write .*init_lora_weights=pissa"),
         ({"init_lora_weights": "pissa_niter_4"}, (), "pissa_niter_4 and cannot be loaded: .*conversion"),
     ],
 )
