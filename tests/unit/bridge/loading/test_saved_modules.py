@@ -54,6 +54,15 @@ def test_a_folder_of_other_modules_is_refused(values, overrides, message, tmp_pa
         adapter_folder(config, layers_with_adapters(config))
 
 
+@pytest.mark.parametrize("version", [{}, {"peft_version": "0.18.1"}])
+def test_factors_of_experts_of_peft_before_0_19_are_refused(version, tmp_path):
+    folder = folder_with(tmp_path, target_parameters=["mlp.experts.down_proj"], **version)
+    keys = (f"{KEYS}.path={folder}", f"{KEYS}.target_parameters=[mlp.experts.down_proj]")
+    config = load_run_config(CONFIG.with_name("tiny-mixtral-sft.yaml"), (f"{KEYS}.__select__=lora", *keys))
+    with pytest.raises(MegatronWrapError, match=r"another form since 0\.19; merge it with that release"):
+        adapter_folder(config, layers_with_adapters(config))
+
+
 @pytest.mark.transformers  # which peft imports
 def test_every_option_of_peft_is_supported_or_refused_by_name():
     """So that none is ignored where it changes the model."""
