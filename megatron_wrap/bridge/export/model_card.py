@@ -52,7 +52,7 @@ def write_model_card(
 def card_text(
     record: TrainingRecord, iteration: int, evaluation: tuple[int, Mapping[str, float]] | None, pipeline_tag: str
 ) -> str:
-    """The card, from the template `model_card.md`; arguments as for `write_model_card`."""
+    """The card, from the template `model_card.md.jinja`; arguments as for `write_model_card`."""
     from huggingface_hub import ModelCard
 
     sources: dict[str, list[str]] = {}
@@ -64,7 +64,7 @@ def card_text(
     }
     card = ModelCard.from_template(
         _metadata(record, evaluation, pipeline_tag),
-        template_path=str(Path(__file__).with_suffix(".md")),
+        template_path=str(Path(__file__).with_name("model_card.md.jinja")),
         record=record,
         mark=MARK,
         base=_base(record),
