@@ -184,7 +184,7 @@ def open_adapter(
         raise _differs(folder, "init_lora_weights", saved.init_lora_weights, config.init_lora_weights)
     for key in _COMPARED:
         there, here = getattr(saved, key), getattr(config, key)
-        if (there or None) != (here or None):
+        if _without_order(key, there) != _without_order(key, here):
             raise _differs(folder, key, there, here)
     version = str(values.get("peft_version") or "0.17")  # 0.18 is the first release that writes it
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < _EXPERT_FILES and any(
@@ -197,6 +197,11 @@ def open_adapter(
     files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers, config, converted=False))
     files.check(arch)
     return files
+
+
+def _without_order(key: str, value: Any) -> Any:
+    """A value to compare: peft writes names in an order of its own, and null in place of what is empty."""
+    return sorted(value) if key in ("target_parameters", "modules_to_save") else value or None
 
 
 def _differs(folder: str | os.PathLike[str], key: str, there: Any, here: Any) -> CheckpointError:
