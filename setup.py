@@ -81,7 +81,7 @@ setup(
     package_dir={"megatron_wrap.configs": "configs", "megatron_wrap.examples": "examples"},
     package_data={
         "megatron_wrap": ["py.typed"],
-        "megatron_wrap.bridge": ["measured_families.json"],
+        "megatron_wrap.bridge": ["measured_families.json", "export/model_card.md.jinja"],
         "megatron_wrap.cli": ["examples.txt", "templates/*"],
         "megatron_wrap.config.schema": ["*.yaml"],
         "megatron_wrap.launch": ["slurm_job.sh", "trainjob.yaml"],

@@ -25,7 +25,7 @@ from megatron_wrap.errors import CheckpointError, ConfigError
 
 _KEYS = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"),
-    *("layers_pattern", "target_parameters", "use_rslora", "use_dora", "modules_to_save", "bias", "init_lora_weights"),
+    *("target_parameters", "use_rslora", "use_dora", "modules_to_save", "bias", "init_lora_weights"),
     "trainable_token_indices",
 )
 """That determine modules, ranks, scales and whether initial factors are kept; others may differ in a run that

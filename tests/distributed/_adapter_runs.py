@@ -270,8 +270,8 @@ def train_peft(peft: Any) -> list[tuple[float, float]]:
 
 
 def trained_of(adapter: dict[str, Any], factors: dict[str, Any]) -> dict[str, Any]:
-    """The trained factors of an exported adapter, which with PiSSA and OLoRA also has the initial ones."""
-    if adapter.get("init_lora_weights") not in ("pissa", "olora"):
+    """The trained factors of an exported adapter, which with PiSSA also has the initial ones."""
+    if adapter.get("init_lora_weights") != "pissa":
         return factors
     return {
         name: values[: len(values) // 2] if "lora_A" in name else values[:, : values.shape[1] // 2]

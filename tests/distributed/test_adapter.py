@@ -51,15 +51,14 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**PLAIN, "init_lora_weights": "pissa", "rank_pattern": {"o_proj": 3}, "alpha_pattern": {"v_proj": 5}},
     ),
     "gpt2-pissa": ("gpt2", {**PLAIN, "init_lora_weights": "pissa", "use_rslora": True}),
-    "olora": ("phi3", {**PLAIN, "init_lora_weights": "olora"}),
     "phi3": ("phi3", PLAIN),
     "deepseek-v3": (
         "deepseek-v3",
         {**PLAIN, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
     ),
-    "deepseek-v3-olora": (
+    "deepseek-v3-pissa": (
         "deepseek-v3",
-        {**PLAIN, "target_modules": ["q_a_proj", "kv_b_proj", "o_proj"], "init_lora_weights": "olora"},
+        {**PLAIN, "target_modules": ["q_a_proj", "kv_b_proj", "o_proj"], "init_lora_weights": "pissa"},
     ),
     "qwen3.5": ("qwen3.5", PLAIN),
     "qwen3-next": (
@@ -140,7 +139,7 @@ def on_one_rank(ranks, folder_of, tmp_path_factory):
 COMPARED = quick(
     ADAPTERS,
     [
-        *("llama", "patterns", "whole", "tied-rows", "gpt2-dora", "pissa", "deepseek-v3-olora", "qwen3-moe-experts"),
+        *("llama", "patterns", "whole", "tied-rows", "gpt2-dora", "pissa", "deepseek-v3-pissa", "qwen3-moe-experts"),
         *("deepseek-v3-shared", "gpt-oss-experts", "qwen3-next"),
     ],
 )
@@ -252,8 +251,7 @@ ON_LAYOUTS = [
     ("pissa", "tp2-sp-pp2"),
     ("pissa", "dp2-distributed-overlap"),
     ("gpt2-pissa", "tp2-sp"),
-    ("olora", "tp2"),
-    ("deepseek-v3-olora", "tp2-sp"),
+    ("deepseek-v3-pissa", "tp2-sp"),
     ("phi3", "tp2-sp"),
     ("mixtral", "ep2"),
     ("mixtral", "tp2-sp-ep2"),
@@ -283,7 +281,7 @@ QUICK = (
     ("llama", "tp2-sp-recompute"),
     ("whole", "dp2-distributed-overlap"),
     ("gpt2-dora", "tp2-sp"),
-    ("deepseek-v3-olora", "tp2-sp"),
+    ("deepseek-v3-pissa", "tp2-sp"),
     ("mixtral-experts", "ep2-expert-tp2"),
     ("qwen3-moe-experts", "tp2-sp-ep2"),
 )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import _adapter_runs as runs
 import _bridge_runs as bridge
 import numpy
 import pytest
-from safetensors.numpy import load_file
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj"], "target_parameters": EXPERTS}
@@ -86,28 +83,3 @@ def test_a_folder_of_peft_is_loaded_on_a_layout(folder, ranks, tmp_path):
     other = runs.overrides_of({**ADAPTER, "target_parameters": EXPERTS[:1], "path": str(tmp_path / "peft")})
     with pytest.raises(Exception, match=r"write megatron_wrap\.adapter\.target_parameters=\[mlp.*, mlp"):
         ranks(1).run(runs.load, str(folder), (runs.SELECT, *other), str(tmp_path / "out"))
-
-
-def test_the_older_form_of_peft_is_written_and_read(folder, ranks, tmp_path):
-    """A of the older form is the transposed B of today, and the reverse, expert by expert; written on tensor-parallel
-    experts, read on expert-parallel ones. scripts/check_older_peft.py loads it in peft 0.18.1."""
-    settings = (*runs.overrides_of({**ADAPTER, "init_lora_weights": False, "expert_files": "before_peft_0.19"}),)
-    written = ranks(2).run(runs.train, str(folder), (*settings, *EXPERT_TP2), str(tmp_path), 1)[0]
-    older, logits = written[2], written[3]
-    path = runs.overrides_of({"path": str(tmp_path / "adapter")})
-    again = ranks(2).run(runs.load, str(folder), (runs.SELECT, *settings, *path, *EP2), str(tmp_path / "again"))[0]
-    assert all(numpy.array_equal(again[0][name], older[name]) for name in older)
-    assert numpy.abs(again[1] - logits).max() <= 1e-5
-    stem = "base_model.model.model.layers.1.mlp.experts.lora_"
-    a, b = older[f"{stem}A.weight"], older[f"{stem}B.weight"]
-    assert (a.shape, b.shape) == ((16, 48), (88, 16))
-    delta = numpy.einsum("ore,eri->eio", b.reshape(88, 4, 4), a.reshape(4, 4, 48)) * 2  # [experts, outputs, inputs]
-    name = "model.layers.1.block_sparse_moe.experts.{}.w2.weight"
-    merged, base = (_tensors(path) for path in (tmp_path / "merged", folder))
-    for expert in range(4):
-        difference = merged[name.format(expert)] - base[name.format(expert)]
-        assert numpy.abs(difference - delta[expert]).max() <= 1e-6
-
-
-def _tensors(folder):
-    return {name: value for file in Path(folder).glob("*.safetensors") for name, value in load_file(file).items()}

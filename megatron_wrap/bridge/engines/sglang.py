@@ -5,30 +5,17 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from torch import Tensor
-
-from megatron_wrap.bridge.engines.broadcast import BackgroundCall, Broadcast, finished, packed
-from megatron_wrap.bridge.engines.rollout_weights import BUCKET_BYTES, RolloutWeights
+from megatron_wrap.bridge.engines.rollout_weights import BUCKET_BYTES
+from megatron_wrap.bridge.engines.transfer import FAILED, Broadcast, Chunk, Transfer, during
 from megatron_wrap.bridge.export.weight_stream import dtype_name
-from megatron_wrap.parallel.agreement import agreed, on_rank_0
-
-_FAILED = "SGLang was not updated: {}; its servers may have part of the weights, so update them again before a rollout"
-
-
-class SglangClient(Protocol):
-    """One SGLang server; `SglangServer` implements it over HTTP."""
-
-    num_ranks: int
-    """Processes of the server: tp_size * dp_size."""
-
-    def post(self, endpoint: str, body: dict[str, Any]) -> None:
-        """Send a request, such as "pause_generation"; returns when the server is done, raises on failure."""
+from megatron_wrap.parallel.agreement import on_rank_0
 
 
 @dataclass
@@ -46,16 +33,13 @@ class SglangServer:
     timeout: float = 600.0
 
     def post(self, endpoint: str, body: dict[str, Any]) -> None:
-        """POST the body as JSON.
+        """POST the body as JSON to an endpoint, such as "pause_generation"; returns when the server is done.
 
         Raises:
             OSError: the server cannot be reached, answers with an HTTP error, or with `success` false.
         """
         request = urllib.request.Request(
-            f"{self.url.rstrip('/')}/{endpoint}",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-            method="POST",
+            f"{self.url.rstrip('/')}/{endpoint}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
@@ -71,25 +55,24 @@ class SglangServer:
 
 
 @dataclass
-class SglangTransfer:
+class SglangTransfer(Transfer):
     """Broadcasts buckets of weights to SGLang's servers, over a group that the caller opens.
 
     Args:
         weights: from `wrap.weight_source()`.
-        servers: used by the sending rank alone.
+        servers: used by the sending rank alone; none on others.
         bucket_bytes: largest bucket, in bytes; a larger tensor is a bucket of its own.
         group_name: of the process group.
         pause_mode: of `pause_generation`; SGLang can flush its cache only if "abort" has ended all requests.
         flush_cache: with the last bucket, remove cached prefixes, which were computed with the old weights.
     """
 
-    weights: RolloutWeights
-    servers: Sequence[SglangClient]
+    engine: ClassVar[str] = "SGLang"
+    servers: Sequence[SglangServer]
     bucket_bytes: int = BUCKET_BYTES
     group_name: str = "weight_update_group"
     pause_mode: str = "abort"
     flush_cache: bool = True
-    _broadcast: Broadcast | None = field(default=None, init=False)
 
     def connect(
         self, master_address: str, master_port: int, join: Callable[[int], Broadcast], backend: str = "nccl"
@@ -105,66 +88,46 @@ class SglangTransfer:
         Raises:
             CheckpointError: on every rank, if a server or `join` fails.
         """
-        with agreed("SGLang's weight transfer was not set up: {}", (Exception,)):
-            if not self.weights.is_sender:
-                return
-            size = 1 + sum(server.num_ranks for server in self.servers)
-            calls, offset = [], 1
-            for server in self.servers:
-                body = {
-                    "master_address": master_address,
-                    "master_port": master_port,
-                    "rank_offset": offset,
-                    "world_size": size,
-                    "group_name": self.group_name,
-                    "backend": backend,
-                }
-                calls.append(_request(server, "init_weights_update_group", body))
-                offset += server.num_ranks
-            self._broadcast = join(size)
-            for call in calls:
-                call.result()
+        size, offset, requests = 1 + sum(server.num_ranks for server in self.servers), 1, []
+        for server in self.servers:
+            body = {
+                "master_address": master_address,
+                "master_port": master_port,
+                "rank_offset": offset,
+                "world_size": size,
+                "group_name": self.group_name,
+                "backend": backend,
+            }
+            requests.append(partial(server.post, "init_weights_update_group", body))
+            offset += server.num_ranks
+        self.set_up(requests, lambda: join(size))
 
-    def send_weights(self, weight_version: str | None = None) -> None:
-        """Update all servers with the current weights. Collective over the trainer's ranks.
+    def chunks(self) -> Generator[Chunk]:
+        """Each bucket has one dtype, which servers without support for several can read."""
+        yield from self.weights.buckets(self.bucket_bytes, one_dtype=True)
 
-        Args:
-            weight_version: name of these weights in the servers' responses; None: unchanged.
-
-        Raises:
-            CheckpointError: on every rank, if a server or the broadcast fails, or `connect` was not called.
-        """
-        with agreed(_FAILED, (Exception,)):
-            buckets = self.weights.buckets(self.bucket_bytes, one_dtype=True)
-            with finished(buckets):
-                if self.weights.is_sender:
-                    self._send(buckets, weight_version)
-
-    def _send(self, buckets: Iterator[list[tuple[str, Tensor]]], weight_version: str | None) -> None:
-        if self._broadcast is None:
-            raise RuntimeError("call connect first")
+    def update(self, chunks: Generator[Chunk], weight_version: str | None) -> None:
+        """A request for each chunk, while generation is paused."""
         version = {} if weight_version is None else {"weight_version": weight_version}
         remaining = len(self.weights.metadata())
         with paused(self.servers, self.pause_mode):
-            for bucket in buckets:
-                remaining -= len(bucket)
+            for chunk in chunks:
+                remaining -= len(chunk)
                 body = {
-                    "names": [name for name, _ in bucket],
-                    "dtypes": [dtype_name(tensor.dtype) for _, tensor in bucket],
-                    "shapes": [list(tensor.shape) for _, tensor in bucket],
+                    "names": [name for name, _ in chunk],
+                    "dtypes": [dtype_name(tensor.dtype) for _, tensor in chunk],
+                    "shapes": [list(tensor.shape) for _, tensor in chunk],
                     "group_name": self.group_name,
                     "load_format": "flattened_bucket",
                     "flush_cache": self.flush_cache and remaining == 0,
                     **version,
                 }
-                calls = [_request(server, "update_weights_from_distributed", body) for server in self.servers]
-                self._broadcast(packed([tensor for _, tensor in bucket]))
-                for call in calls:
-                    call.result()
+                with during(partial(each.post, "update_weights_from_distributed", body) for each in self.servers):
+                    self.broadcast(chunk)
 
 
 def update_from_folder(
-    servers: Sequence[SglangClient], folder: str | Path, weight_version: str | None = None, pause_mode: str = "abort"
+    servers: Sequence[SglangServer], folder: str | Path, weight_version: str | None = None, pause_mode: str = "abort"
 ) -> None:
     """Let SGLang's servers load a folder that `wrap.save_pretrained` has written. Collective over the trainer's ranks.
 
@@ -176,27 +139,23 @@ def update_from_folder(
     Raises:
         CheckpointError: on every rank, if a server fails.
     """
-    body = {"model_path": str(folder), "flush_cache": True}
+    body: dict[str, Any] = {"model_path": str(folder), "flush_cache": True}
     if weight_version is not None:
         body["weight_version"] = weight_version
 
     def update() -> None:
-        with paused(servers, pause_mode):
-            for call in [_request(server, "update_weights_from_disk", body) for server in servers]:
-                call.result()
+        requests = (partial(server.post, "update_weights_from_disk", body) for server in servers)
+        with paused(servers, pause_mode), during(requests):
+            pass
 
-    on_rank_0(update, _FAILED, (Exception,))
+    on_rank_0(update, FAILED.format("SGLang"), (Exception,))
 
 
 @contextmanager
-def paused(servers: Sequence[SglangClient], mode: str) -> Iterator[None]:
+def paused(servers: Sequence[SglangServer], mode: str) -> Iterator[None]:
     """Pause generation on all servers, and continue it unless the block raises: half-updated servers stay paused."""
     for server in servers:
         server.post("pause_generation", {"mode": mode})
     yield
     for server in servers:
         server.post("continue_generation", {})
-
-
-def _request(server: SglangClient, endpoint: str, body: dict[str, Any]) -> BackgroundCall:
-    return BackgroundCall(lambda: server.post(endpoint, body))

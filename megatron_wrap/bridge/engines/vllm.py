@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from megatron_wrap.bridge.engines.broadcast import BackgroundCall, Broadcast, finished, packed
 from megatron_wrap.bridge.engines.rollout_weights import BUCKET_BYTES, RolloutWeights
-from megatron_wrap.parallel.agreement import agreed
-
-_FAILED = "vLLM was not updated: {}; its workers may have part of the weights, so update them again before a rollout"
-
-
-class VllmClient(Protocol):
-    """vLLM's `VLLMWeightSyncClient`: reaches every replica, returns when all of them are done, raises on failure."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Set up the receiving side; returns when its ranks have joined the group."""
-
-    def start_weight_update(self) -> None:
-        """Begin an update."""
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive the tensors that `update_info` lists; returns when they are loaded."""
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End an update."""
+from megatron_wrap.bridge.engines.transfer import Broadcast, Chunk, Transfer, during
 
 
 @dataclass
-class VllmTransfer:
+class VllmTransfer(Transfer):
     """The trainer's side of vLLM's dense NCCL transfer with packed broadcasts, over a group that the caller opens.
 
     A trainer in whose environment vLLM is installed can use vLLM's own sender instead, with `vllm_source`.
 
     Args:
         weights: from `wrap.weight_source()`.
-        client: used by the sending rank alone.
+        client: vLLM's `VLLMWeightSyncClient`, or an object with its four methods (`init_weight_transfer_engine`,
+            `start_weight_update`, `update_weights`, `finish_weight_update`): they reach every replica, return when all
+            of them are done, and raise on failure. Used by the sending rank alone.
         buffer_bytes: a broadcast ends with the tensor that makes it larger than this; vLLM learns the number here.
     """
 
-    weights: RolloutWeights
-    client: VllmClient
+    engine: ClassVar[str] = "vLLM"
+    client: Any
     buffer_bytes: int = BUCKET_BYTES
-    _broadcast: Broadcast | None = field(default=None, init=False)
 
     def connect(self, master_address: str, master_port: int, world_size: int, join: Callable[[], Broadcast]) -> None:
         """Set up the transfer once, before the first update. Collective over the trainer's ranks.
@@ -59,40 +41,32 @@ class VllmTransfer:
         Raises:
             CheckpointError: on every rank, if the client or `join` fails.
         """
-        with agreed("vLLM's weight transfer was not set up: {}", (Exception,)):
-            if not self.weights.is_sender:
-                return
-            info = {
-                "master_address": master_address,
-                "master_port": master_port,
-                "rank_offset": 1,
-                "world_size": world_size,
-                "packed": True,
-                "packed_buffer_size_bytes": self.buffer_bytes,
-                "packed_num_buffers": 2,
-            }
-            workers = BackgroundCall(lambda: self.client.init_weight_transfer_engine(info))
-            self._broadcast = join()
-            workers.result()
+        info = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": self.buffer_bytes,
+            "packed_num_buffers": 2,
+        }
+        self.set_up([lambda: self.client.init_weight_transfer_engine(info)], join)
 
-    def send_weights(self, weight_version: str | None = None) -> None:
-        """Update vLLM with the current weights. Collective over the trainer's ranks.
+    def chunks(self) -> Generator[Chunk]:
+        """Both sides of vLLM's protocol end a broadcast after the tensor that exceeds the buffer."""
+        chunk: Chunk = []
+        size = 0
+        for name, tensor in self.weights:
+            chunk.append((name, tensor))
+            size += tensor.nbytes
+            if size > self.buffer_bytes:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
 
-        Args:
-            weight_version: name of these weights in vLLM's responses; None: unchanged.
-
-        Raises:
-            CheckpointError: on every rank, if the client or the broadcast fails, or `connect` was not called.
-        """
-        with agreed(_FAILED, (Exception,)):
-            weights = iter(self.weights)
-            with finished(weights):
-                if self.weights.is_sender:
-                    self._send(weights, weight_version)
-
-    def _send(self, weights: Iterator[tuple[str, Tensor]], weight_version: str | None) -> None:
-        if self._broadcast is None:
-            raise RuntimeError("call connect first")
+    def update(self, chunks: Generator[Chunk], weight_version: str | None) -> None:
+        """One update, in which vLLM receives the tensors of all chunks."""
         metadata = self.weights.metadata()
         info = {
             "names": [tensor.name for tensor in metadata],
@@ -100,15 +74,12 @@ class VllmTransfer:
             "shapes": [list(tensor.shape) for tensor in metadata],
         }
         self.client.start_weight_update()
-        update = BackgroundCall(lambda: self.client.update_weights(info))
-        for tensors in _chunks(weights, self.buffer_bytes):
-            update.raise_failure()
-            self._broadcast(packed(tensors))
-        update.result()
-        if weight_version is None:
-            self.client.finish_weight_update()
-        else:
-            self.client.finish_weight_update(weight_version)
+        with during([lambda: self.client.update_weights(info)]) as (call,):
+            for chunk in chunks:
+                if call.done():
+                    call.result()  # raises if the call has failed
+                self.broadcast(chunk)
+        self.client.finish_weight_update(*(() if weight_version is None else (weight_version,)))
 
 
 def vllm_source(weights: RolloutWeights) -> Any:
@@ -126,17 +97,3 @@ def vllm_source(weights: RolloutWeights) -> Any:
             return iter(weights)
 
     return Source()
-
-
-def _chunks(weights: Iterator[tuple[str, Tensor]], buffer_bytes: int) -> Iterator[list[Tensor]]:
-    """Tensors of one broadcast each. Both sides of vLLM's protocol end one after the tensor that exceeds the buffer."""
-    chunk: list[Tensor] = []
-    size = 0
-    for _, tensor in weights:
-        chunk.append(tensor)
-        size += tensor.nbytes
-        if size > buffer_bytes:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk

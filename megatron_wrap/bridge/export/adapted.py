@@ -8,10 +8,9 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.loading.adapter_folder import adapter_keys, open_adapter, read_adapter_config
+from megatron_wrap.bridge.loading.adapter_folder import open_adapter, read_adapter_config, saved_adapter
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder, folder_digest
 from megatron_wrap.bridge.mapping.adapter_targets import (
     AdaptedLayer,
@@ -22,7 +21,6 @@ from megatron_wrap.bridge.mapping.adapter_targets import (
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.token_rows import refuse_unknown_tokens, trained_rows
 from megatron_wrap.config.hugging_face import resolve_folder
-from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.metrics.number_format import counted
@@ -67,9 +65,7 @@ def with_other_adapter(config: RunConfig, name: str) -> RunConfig:
     """
     assert config.adapter.others is not None
     folder = config.adapter.others[name]
-    items = adapter_keys(folder).items()
-    keys: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in items}
-    adapter = AdapterConfig(adapter_type="lora", base_weights=config.adapter.base_weights, **keys)
+    adapter = replace(saved_adapter(folder), base_weights=config.adapter.base_weights)
     more = adapter.modules_to_save or adapter.target_parameters or adapter.trainable_token_indices
     if more or adapter.bias != "none":
         raise CheckpointError(
@@ -163,7 +159,7 @@ def adapter_lines(config: RunConfig, vocab_size: int | None) -> list[str]:
     modules: Counter[tuple[str, int]] = Counter()
     parameters: Counter[tuple[str, int]] = Counter()
     for layer in layers_with_adapters(config, vocab_size):
-        factors = layer.factors(converted=False).values()
+        factors = layer.factors().values()
         shapes = {name: shape for factor in factors for name, shape in factor.shapes().items()}
         for module in layer.modules:
             kind = module.key, module.rank

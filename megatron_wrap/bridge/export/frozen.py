@@ -96,16 +96,14 @@ def trained_shape(config: RunConfig, vocab_size: int) -> ModelShape:
 
 def _adapted_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
     layers, hf_format = layers_with_adapters(config, shape.vocab_size), export_format(config, shape.vocab_size)
-    trained, all_of_adapter = (
-        adapter_family(hf_format.family, layers, config.adapter, converted).parameters(hf_format.arch)
-        for converted in (False, True)
-    )
+    parameters = adapter_family(hf_format.family, layers, config.adapter).parameters(hf_format.arch)
     factors = {
         name: math.prod(mapping.local_shape(1))
-        for name, mapping in all_of_adapter.items()
+        for name, mapping in parameters.items()
         if f"{ADAPTER}." in name and ".lora_magnitude_" not in name
     }
-    return replace(shape, trained=frozenset(trained), factors=factors)
+    trained = frozenset(name for name in parameters if f"{ADAPTER}.initial_" not in name)
+    return replace(shape, trained=trained, factors=factors)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_wrap.bridge.export.training_record import DataRecord, TrainingRecord
 from megatron_wrap.config.schema.sources import source_kind
@@ -52,31 +52,29 @@ def write_model_card(
 def card_text(
     record: TrainingRecord, iteration: int, evaluation: tuple[int, Mapping[str, float]] | None, pipeline_tag: str
 ) -> str:
-    """The card; arguments as for `write_model_card`."""
-    data = _metadata(record, evaluation, pipeline_tag)
-    base = _base(record)
-    rows = {
-        "Base model": base,
-        **_weight_rows(record),
-        "Steps": f"{iteration:,}",
-        "Flow": f"`{record['flow']}`",
-        **_data_rows(record["data"]),
+    """The card, from the template `model_card.md.jinja`; arguments as for `write_model_card`."""
+    from huggingface_hub import ModelCard
+
+    sources: dict[str, list[str]] = {}
+    for source in record["data"]:
+        sources.setdefault(source["use"], []).append(_source(source))
+    options = {
+        name: _code_span(HIDDEN if SECRET_NAME.search(name) else published(value))
+        for name, value in record["flow_options"].items()
     }
-    parts = [
-        f"# {record['name']}",
-        MARK,
-        "Trained with [megatron-wrap](https://pypi.org/project/megatron-wrap/).",
-        "## Training",
-        _table(("", ""), rows),
-        f"```sh\n{published(record['command'])}\n```",
-        "## Options of the flow",
-        _table(("option", "value"), {name: _option(name, value) for name, value in record["flow_options"].items()}),
-    ]
-    if evaluation is not None:
-        values = {name: f"{value:.6g}" for name, value in evaluation[1].items()}
-        parts += [f"## Evaluation after step {evaluation[0]:,}", _table(("metric", "value"), values)]
-    parts += ["## Versions", _table(("package", "version"), record["versions"])]
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
+    card = ModelCard.from_template(
+        _metadata(record, evaluation, pipeline_tag),
+        template_path=str(Path(__file__).with_name("model_card.md.jinja")),
+        record=record,
+        mark=MARK,
+        base=_base(record),
+        iteration=iteration,
+        sources=sources,
+        command=published(record["command"]),
+        options=options,
+        evaluation=evaluation,
+    )
+    return f"{card}\n"
 
 
 def published(text: str) -> str:
@@ -104,15 +102,7 @@ def _metadata(
     for name, value in ({} if evaluation is None else evaluation[1]).items():
         of_set, _, metric = name.rpartition("/")
         if math.isfinite(value):
-            results.append(
-                EvalResult(
-                    task_type=pipeline_tag,
-                    dataset_type=of_set,
-                    dataset_name=of_set,
-                    metric_type=metric,
-                    metric_value=value,
-                )
-            )
+            results.append(EvalResult(pipeline_tag, of_set, of_set, metric, value))
     base = None if record["base_model"] is None else hub_id(record["base_model"])
     identifiers = [hub_id(source["path"]) for source in record["data"] if source["kind"] in ("hub", "folder")]
     datasets = list(dict.fromkeys(identifier for identifier in identifiers if identifier is not None))
@@ -128,56 +118,33 @@ def _metadata(
 
 
 def _base(record: TrainingRecord) -> str:
-    model, checkpoint = record["base_model"], record["base_checkpoint"]
-    if checkpoint is not None:
-        return f"checkpoint {_code_span(_last_part(checkpoint))}"
-    if model is None:
+    if record["base_checkpoint"] is not None:
+        return f"checkpoint {_code_span(_last_part(record['base_checkpoint']))}"
+    if record["base_model"] is None:
         return "none, trained from initial weights"
-    identifier = hub_id(model)
-    if identifier is not None:
-        return f"[{identifier}](https://huggingface.co/{identifier})"
-    return _code_span(_last_part(model))
-
-
-def _weight_rows(record: TrainingRecord) -> dict[str, str]:
-    """How the weights of the base were stored, if they were quantized."""
-    quantized = record.get("base_quantization")
-    return {} if quantized is None else {"Weights of the base": f"{quantized}; those of this model are not quantized"}
-
-
-def _data_rows(data: Sequence[DataRecord]) -> dict[str, str]:
-    """Use -> its sources."""
-    rows: dict[str, list[str]] = {}
-    for source in data:
-        rows.setdefault(f"Data of {source['use']}", []).append(_source(source))
-    return {use: ", ".join(names) for use, names in rows.items()}
+    return _link(record["base_model"], "https://huggingface.co/")
 
 
 def _source(source: DataRecord) -> str:
-    if source["kind"] == "mock":
-        return "generated samples"
-    if source["kind"] == "none":
-        return "samples passed by a program"
-    identifier = hub_id(source["path"])
-    if identifier is not None:
-        return f"[{identifier}](https://huggingface.co/datasets/{identifier})"
-    return _code_span(source["path"] if source["kind"] == "python" else _last_part(source["path"]))
+    texts = {
+        "mock": "generated samples",
+        "none": "samples passed by a program",
+        "python": _code_span(source["path"]),
+    }
+    return texts.get(source["kind"]) or _link(source["path"], "https://huggingface.co/datasets/")
+
+
+def _link(path_or_id: str, site: str) -> str:
+    """A link to a repository of the hub, or the last part of a local path."""
+    identifier = hub_id(path_or_id)
+    return _code_span(_last_part(path_or_id)) if identifier is None else f"[{identifier}]({site}{identifier})"
 
 
 def _last_part(path: str) -> str:
     return published(Path(path).name or path)
 
 
-def _option(name: str, value: str) -> str:
-    return _code_span(HIDDEN if SECRET_NAME.search(name) else published(value))
-
-
 def _code_span(text: str) -> str:
     """Code in a cell of a table, on one line."""
     fence = "``" if "`" in text else "`"
     return f"{fence}{' '.join(text.split())}{fence}".replace("|", "\\|")
-
-
-def _table(head: tuple[str, str], rows: Mapping[str, Any]) -> str:
-    lines = [f"| {head[0]} | {head[1]} |", "| --- | --- |"]
-    return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows.items())])

@@ -32,17 +32,14 @@ class DataRecord(TypedDict):
     """As `SourceConfig.kind`; mock, or none for samples that a program passes."""
 
 
-class _OfNewerCheckpoints(TypedDict, total=False):
-    base_quantization: str | None
-    """How the weights of the folder are stored; null: not quantized."""
-
-
-class TrainingRecord(_OfNewerCheckpoints):
+class TrainingRecord(TypedDict):
     """A training run; paths are as in its configuration."""
 
     name: str
     base_model: str | None
     """Hugging Face folder or hub id of the initial weights."""
+    base_quantization: str | None
+    """How the weights of that folder are stored; null: not quantized."""
     base_checkpoint: str | None
     """Checkpoint of the initial weights."""
     data: list[DataRecord]

@@ -1,17 +1,17 @@
-"""Gathers the parameters of all processes into whole Hugging Face tensors, block by block. Everything here is
-collective."""
+"""Gathers the parameters of all processes into whole Hugging Face tensors, block by block, and merges adapters into
+the weights for which they were trained. Everything here is collective."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.export.merge_adapters import merges, refuse_quantized
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.model_parameters import blocks, local_pieces, mapped_parameters, view_of
 from megatron_wrap.bridge.mapping.tensors import Piece, Region
@@ -19,7 +19,8 @@ from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.fp8_parameters import in_high_precision
-from megatron_wrap.model.initial_weights import is_expert
+from megatron_wrap.model.initial_weights import global_names, is_expert
+from megatron_wrap.nn.linear_layers.quantized_weights import quantized_of
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
 from megatron_wrap.parallel.state import ParallelState
 
@@ -102,9 +103,9 @@ class WeightStream:
         kinds: set[torch.dtype] = set()
         for number, model in enumerate(map(bare_model, chunks)):
             kinds |= {parameter.dtype for parameter in model.parameters()}
-            folded = merges(model, arch) if merge else {}
+            folded = _merges(model, arch) if merge else {}
             for name, parameter, mapping in mapped_parameters(model, family, arch):
-                refuse_quantized(parameter)
+                _refuse_quantized(parameter)
                 fold = folded.pop(name, None)
                 replica = parallel.expert_dp.rank if is_expert(name) else parallel.dp_cp.rank
                 axis = parallel.expert_tp if is_expert(name) else parallel.tp
@@ -178,6 +179,42 @@ class WeightStream:
 
     def _buffer(self, part: Region, dtype: torch.dtype) -> Tensor:
         return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)
+
+
+def _merges(model: torch.nn.Module, arch: ArchConfig) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Global name of each weight with an adapter -> the fp32 values that a merge makes of the weight's."""
+    from megatron_wrap.nn.adapters.lora import adapters_by_weight
+    from megatron_wrap.nn.adapters.token_rows import token_rows_of
+    from megatron_wrap.nn.experts.lora import ExpertAdapter
+
+    adapters, rows = adapters_by_weight(model), {id(rows.base_weight()): rows for rows in token_rows_of([model])}
+    folded: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, parameter, index in global_names(model, tied=not arch.untie_embeddings_and_output_weights):
+        adapter = adapters.get(id(parameter))
+        if isinstance(adapter, ExpertAdapter):
+            assert index is not None
+            folded[name] = partial(_sum, partial(adapter.delta, index))
+        elif adapter is not None:
+            folded[name] = partial(_sum, adapter.delta)
+        elif id(parameter) in rows:
+            folded[name] = rows[id(parameter)].merged
+    return folded
+
+
+def _sum(delta: Callable[[], Tensor], values: Tensor) -> Tensor:
+    return values + delta()
+
+
+def _refuse_quantized(parameter: Tensor) -> None:
+    """Raises `ConfigError` about a weight in 4 or 8 bits, into which nothing is merged."""
+    quantized = quantized_of(parameter)
+    if quantized is not None:
+        raise ConfigError(
+            f"megatron_wrap.adapter.base_weights: an adapter cannot be merged into a base in {quantized.kind}; export "
+            "the adapter alone (save_pretrained(FOLDER), export-hf without --merge, weight_source(adapter=True)), and "
+            "merge it into the model's own weights: MegatronWrap.from_pretrained(FOLDER, CONFIG, "
+            "['megatron_wrap.adapter.base_weights=bf16']), then save_pretrained(..., merge=True)"
+        )
 
 
 def _overlaps(tensor: WholeTensor, region: Region) -> Iterator[tuple[OwnedPiece, Region]]:

@@ -7,17 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_wrap.bridge.mapping.family import Config, Values
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.config.schema.derived import ffn_hidden_size, kv_channels, num_query_groups
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 Table = dict[str, WeightMapping]
+"""Global name of a parameter -> its Hugging Face tensors."""
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Llama 3.1's RoPE scaling in Megatron-Core (embeddings/rotary_pos_embedding.py, _apply_scaling)."""
 
-PLAIN: dict[str, Any] = {
+PLAIN: Values = {
     "position_embedding_type": "rope",
     "rotary_base": 10000.0,
     "rotary_percent": 1.0,
@@ -70,7 +72,7 @@ YARN: Mapping[str, tuple[str, float | None]] = {
 }
 """Key of `model.arch` -> (key in config.json, transformers' default; None: required)."""
 
-ROUTER: dict[str, Any] = {
+ROUTER: Values = {
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
     "moe_router_score_function": "softmax",
@@ -117,7 +119,7 @@ def every_nth(layers: Sequence[int]) -> int | None:
     return interval
 
 
-def need(config: Mapping[str, Any], *names: str) -> Any:
+def need(config: Config, *names: str) -> Any:
     """A required value of config.json, under the first of these names that it has.
 
     Raises:
@@ -129,7 +131,7 @@ def need(config: Mapping[str, Any], *names: str) -> Any:
     raise UnsupportedModel(f"{' or '.join(names)} is missing")
 
 
-def need_or_null(config: Mapping[str, Any], key: str) -> Any:
+def need_or_null(config: Config, key: str) -> Any:
     """A value of config.json that may be null. transformers' classes have other defaults where it is missing.
 
     Raises:
@@ -140,7 +142,7 @@ def need_or_null(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
-def layers_of_kind(config: Mapping[str, Any], key: str, kinds: tuple[str, str], default: Sequence[str]) -> list[int]:
+def layers_of_kind(config: Config, key: str, kinds: tuple[str, str], default: Sequence[str]) -> list[int]:
     """1 for each layer that is of the first kind in a list of config.json, 0 for each of the second.
 
     Args:
@@ -155,7 +157,7 @@ def layers_of_kind(config: Mapping[str, Any], key: str, kinds: tuple[str, str], 
     return [int(kind == kinds[0]) for kind in layers]
 
 
-def refuse_unless(config: Mapping[str, Any], **expected: Any) -> None:
+def refuse_unless(config: Config, **expected: Any) -> None:
     """Compare values of config.json with the only ones that are supported; a missing value is accepted.
 
     Raises:
@@ -167,7 +169,7 @@ def refuse_unless(config: Mapping[str, Any], **expected: Any) -> None:
             raise UnsupportedModel(f"{key} is {config[key]!r}, and only {' or '.join(map(repr, allowed))} can be built")
 
 
-def decoder_values(config: Mapping[str, Any], *, tied: bool, act: Iterable[str] = ("silu",)) -> dict[str, Any]:
+def decoder_values(config: Config, *, tied: bool, act: Iterable[str] = ("silu",)) -> Values:
     """Architecture keys from the config.json keys that all Llama-like families share.
 
     A key that changes the model's function and that config.json omits has the default of most of transformers' classes;
@@ -198,7 +200,7 @@ def decoder_values(config: Mapping[str, Any], *, tied: bool, act: Iterable[str] 
     }
 
 
-def hidden_dropout(config: Mapping[str, Any], default: float) -> float:
+def hidden_dropout(config: Config, default: float) -> float:
     """The dropout of residuals and embeddings, which Megatron-Core has in one number."""
     dropouts = {float(config.get(key, default) or 0.0) for key in ("resid_pdrop", "embd_pdrop")}
     if len(dropouts) > 1:
@@ -206,7 +208,7 @@ def hidden_dropout(config: Mapping[str, Any], default: float) -> float:
     return dropouts.pop()
 
 
-def experts_of_all_layers(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def experts_of_all_layers(config: Config, values: Config) -> Values:
     """Architecture keys of experts in every layer, of the width of a dense MLP.
 
     Args:
@@ -221,19 +223,19 @@ def experts_of_all_layers(config: Mapping[str, Any], values: Mapping[str, Any]) 
     }
 
 
-def rope_parameters(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def rope_parameters(config: Config) -> tuple[str, Values]:
     """Kind and parameters of the rotary embedding, from `rope_scaling` or `rope_parameters` (transformers 5, which
     reads the former where a file has both)."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return rope.get("rope_type", rope.get("type", "default")), rope
 
 
-def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_values(config: Config) -> Values:
     """Rotary embedding keys from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier)."""
     kind, rope = rope_parameters(config)
     either = {"rope_theta": 10000.0, **config, **rope}
     share = either.get("partial_rotary_factor")
-    values: dict[str, Any] = {
+    values: Values = {
         "rotary_base": float(need(either, "rope_theta")),
         "rotary_percent": 1.0 if share is None else float(share),
     }
@@ -254,7 +256,7 @@ def rope_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def yarn_values(rope: Mapping[str, Any]) -> dict[str, Any]:
+def yarn_values(rope: Config) -> Values:
     """Rotary embedding keys of YaRN. transformers reads mscale and mscale_all_dim only if both are set and not 0
     (modeling_rope_utils.py, _compute_yarn_parameters)."""
     if (factor := rope.get("attention_factor")) is not None and not math.isclose(factor, _yarn_factor(rope)):
@@ -273,7 +275,7 @@ def yarn_values(rope: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _yarn_factor(rope: Mapping[str, Any]) -> float:
+def _yarn_factor(rope: Config) -> float:
     """The attention factor that transformers computes where config.json has none."""
     scale = 0.1 * math.log(max(float(need(rope, "factor")), 1.0))
     if not (rope.get("mscale") and rope.get("mscale_all_dim")):
@@ -281,7 +283,7 @@ def _yarn_factor(rope: Mapping[str, Any]) -> float:
     return float((rope["mscale"] * scale + 1.0) / (rope["mscale_all_dim"] * scale + 1.0))
 
 
-def yarn_config(arch: ArchConfig) -> dict[str, Any]:
+def yarn_config(arch: ArchConfig) -> Values:
     """The inverse of `yarn_values`."""
     scaling = {theirs: getattr(arch, ours) for ours, (theirs, _) in YARN.items()}
     if not arch.mscale_all_dim:
@@ -289,17 +291,17 @@ def yarn_config(arch: ArchConfig) -> dict[str, Any]:
     return {"rope_type": "yarn", **scaling, "truncate": arch.correction_range_round_to_int}
 
 
-def decoder_config(arch: ArchConfig) -> dict[str, Any]:
+def decoder_config(arch: ArchConfig) -> Values:
     """The inverse of `decoder_values`, with the keys that both transformers 4.57 and 5 read."""
     sizes = Sizes.of(arch)
-    scaling: dict[str, Any] | None = None
+    scaling: Values | None = None
     if arch.use_rope_scaling:
         scaling = {"rope_type": "llama3", "factor": arch.rope_scaling_factor, **LLAMA3_SCALING}
     elif arch.rotary_seq_len_interpolation_factor is not None:
         scaling = {"rope_type": "linear", "factor": arch.rotary_seq_len_interpolation_factor}
     elif arch.rope_type == "yarn":
         scaling = yarn_config(arch)
-    values: dict[str, Any] = {
+    values: Values = {
         "num_hidden_layers": arch.num_layers,
         "hidden_size": sizes.hidden,
         "intermediate_size": sizes.ffn,

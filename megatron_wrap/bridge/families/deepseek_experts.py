@@ -3,16 +3,14 @@ V3 on sigmoid scores with a bias that only chooses experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families.common_keys import ROUTER, need, need_or_null, refuse_unless
+from megatron_wrap.bridge.mapping.family import Config, Values
 from megatron_wrap.config.schema.derived import moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 
-def expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def expert_values(config: Config, num_layers: int) -> Values:
     """Architecture keys of the experts, with the router of `ROUTER` except for its number of choices."""
     first_dense = need(config, "first_k_dense_replace")
     width, shared = need(config, "moe_intermediate_size"), need_or_null(config, "n_shared_experts") or 0
@@ -28,7 +26,7 @@ def expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     }
 
 
-def expert_config(arch: ArchConfig) -> dict[str, Any]:
+def expert_config(arch: ArchConfig) -> Values:
     """The inverse of `expert_values`."""
     layers = moe_layer_pattern(arch)
     first_dense = sum(not experts for experts in layers)
@@ -47,10 +45,10 @@ def expert_config(arch: ArchConfig) -> dict[str, Any]:
     }
 
 
-def sigmoid_router_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def sigmoid_router_values(config: Config) -> Values:
     """Keys of DeepSeek V3's router that differ from `expert_values`."""
     refuse_unless(config, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True)
-    values: dict[str, Any] = {
+    values: Values = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
@@ -64,7 +62,7 @@ def sigmoid_router_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def sigmoid_router_config(arch: ArchConfig) -> dict[str, Any]:
+def sigmoid_router_config(arch: ArchConfig) -> Values:
     """The inverse of `sigmoid_router_values`."""
     groups = {"n_group": arch.moe_router_num_groups or 1, "topk_group": arch.moe_router_group_topk or 1}
     return {**groups, "norm_topk_prob": True}

@@ -5,27 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families import common_keys, llama
 from megatron_wrap.bridge.families.common_keys import Sizes, Table, need, need_or_null, refuse_unless
 from megatron_wrap.bridge.families.deepseek_experts import expert_config, expert_values
 from megatron_wrap.bridge.mapping import tensors as weights
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 LATENT_NORM_EPSILON = 1e-6
 """Epsilon of the latent vectors' norms, a constant in transformers (modeling_deepseek_v2.py, kv_a_layernorm)."""
-_DEFAULTS: Mapping[str, Any] = {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
+_DEFAULTS: Config = {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
 """transformers' (configuration_deepseek_v2.py)."""
 _REPLACED = ("rope_scaling", "partial_rotary_factor", "head_dim", "num_key_value_heads")
 """Keys of `decoder_values` that have no effect: the head sizes are those of latent attention, of which
 `qk_rope_head_dim` is rotated as a whole."""
 
 
-def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def latent_values(config: Config) -> Values:
     """All architecture keys except the router's."""
     refuse_unless(config, attention_bias=False, mlp_bias=False, moe_layer_freq=1)
     kind, rope = common_keys.rope_parameters(config)
@@ -49,7 +46,7 @@ def latent_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(kind: str, rope: Config) -> Values:
     if kind == "default":
         return {"rope_type": "rope"}
     if kind != "yarn" or rope.get("attention_factor") is not None:
@@ -63,7 +60,7 @@ def _rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     return common_keys.yarn_values(rope)
 
 
-def latent_config(arch: ArchConfig) -> dict[str, Any]:
+def latent_config(arch: ArchConfig) -> Values:
     """The inverse of `latent_values`."""
     values = common_keys.decoder_config(arch)
     del values["head_dim"]
@@ -112,10 +109,10 @@ def latent_table(arch: ArchConfig) -> Table:
     return llama.decoder_table(arch, latent_layer)
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     method = config.get("topk_method", "greedy")
     refuse_unless(config, topk_method=("greedy", "group_limited_greedy"), scoring_func="softmax", norm_topk_prob=False)
-    groups: dict[str, Any] = {}
+    groups: Values = {}
     if method == "group_limited_greedy":
         groups = {
             "moe_router_num_groups": need(config, "n_group"),
@@ -125,7 +122,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**latent_values({**_DEFAULTS, **config}), "moe_router_pre_softmax": True, **groups}
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     grouped = arch.moe_router_num_groups is not None
     return {
         **latent_config(arch),

@@ -2,19 +2,18 @@
 (transformers/models/gemma2)."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_wrap.bridge.families.gemma_layers import gemma_config, gemma_table, gemma_values
 from megatron_wrap.bridge.families.mistral import layer_windows, layer_windows_config
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 
-_DEFAULTS: Mapping[str, Any] = {"vocab_size": 256000, "max_position_embeddings": 8192}
+_DEFAULTS: Config = {"vocab_size": 256000, "max_position_embeddings": 8192}
 _CAPS: Mapping[str, float] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 """Key, here and in config.json -> transformers' default."""
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     config = {"sliding_window": 4096, **config}
     values = gemma_values(config, _DEFAULTS)
     caps = {key: config.get(key, default) for key, default in _CAPS.items()}
@@ -25,7 +24,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     return {**gemma_config(arch), **layer_windows_config(arch), **{key: getattr(arch, key) for key in _CAPS}}
 
 

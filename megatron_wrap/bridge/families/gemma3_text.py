@@ -1,20 +1,17 @@
 """Gemma 3: Gemma's layers with norms of queries and keys, and sliding windows in most layers, whose rotary frequencies
 have a base of their own (transformers/models/gemma3)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families.common_keys import need, refuse_unless
 from megatron_wrap.bridge.families.gemma_layers import gemma_config, gemma_table, gemma_values
 from megatron_wrap.bridge.families.mistral import SLIDING, layer_windows, layer_windows_config
 from megatron_wrap.bridge.families.rope_by_kind import rope_of_kinds, rope_of_kinds_config, window_rope_values
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 
-_DEFAULTS: Mapping[str, Any] = {"vocab_size": 262208, "max_position_embeddings": 131072}
+_DEFAULTS: Config = {"vocab_size": 262208, "max_position_embeddings": 131072}
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     refuse_unless(config, attn_logit_softcapping=None, final_logit_softcapping=None)
     config = {"sliding_window": 4096, "rope_local_base_freq": 1e4, **config}
     whole, window = rope_of_kinds(config, base=1e6, window_base=need(config, "rope_local_base_freq"))
@@ -24,7 +21,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **window_rope_values(values, window)}
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     values = {**gemma_config(arch), **layer_windows_config(arch)}
     kinds = rope_of_kinds_config(arch, values)
     # the earlier form, for transformers before 5

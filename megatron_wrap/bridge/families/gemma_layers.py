@@ -5,26 +5,25 @@ before them alone."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from megatron_wrap.bridge.families import common_keys, llama
 from megatron_wrap.bridge.families.common_keys import Sizes, Table, need, refuse_unless
 from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.bridge.mapping.family import Config, Values
 from megatron_wrap.config.schema.derived import kv_channels
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 ACTIVATION = "gelu_pytorch_tanh"
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Config = {
     **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
     **{"num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256},
 }
 """transformers' (configuration_gemma2.py, configuration_gemma3.py), which published files omit."""
 
 
-def gemma_values(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def gemma_values(config: Config, defaults: Config) -> Values:
     """Architecture keys from config.json.
 
     Args:
@@ -47,7 +46,7 @@ def gemma_values(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     }
 
 
-def gemma_config(arch: ArchConfig) -> dict[str, Any]:
+def gemma_config(arch: ArchConfig) -> Values:
     """The inverse of `gemma_values`."""
     scale = arch.upstream.get("softmax_scale")
     scalar = kv_channels(arch) if scale is None else round(scale**-2)

@@ -2,44 +2,37 @@
 DeepSeek V3's experts (transformers/models/glm4_moe).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from megatron_wrap.bridge.families import common_keys, deepseek_v3, llama
+from megatron_wrap.bridge.families import common_keys, deepseek_experts, deepseek_v3, llama
 from megatron_wrap.bridge.families.common_keys import Table
-from megatron_wrap.bridge.families.deepseek_experts import (
-    expert_config,
-    expert_values,
-    sigmoid_router_config,
-    sigmoid_router_values,
-)
 from megatron_wrap.bridge.families.prediction_layers import prediction_table
+from megatron_wrap.bridge.mapping.family import Config, Values
 from megatron_wrap.config.schema.model import ArchConfig
 
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Config = {
     **{"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0},
     **{"n_group": 1, "topk_group": 1},
 }
 """transformers' (configuration_glm4_moe.py)."""
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     config = {**_DEFAULTS, **config}
     values = common_keys.decoder_values(config, tied=False)
     return {
         **values,
-        **expert_values(config, values["num_layers"]),
-        **sigmoid_router_values(config),
+        **deepseek_experts.expert_values(config, values["num_layers"]),
+        **deepseek_experts.sigmoid_router_values(config),
         "add_qkv_bias": bool(config.get("attention_bias", False)),
         "qk_layernorm": bool(config.get("use_qk_norm", False)),
     }
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     attention = {"attention_bias": arch.add_qkv_bias, "use_qk_norm": arch.qk_layernorm}
-    experts = {**expert_config(arch), **sigmoid_router_config(arch)}
+    experts = {**deepseek_experts.expert_config(arch), **deepseek_experts.sigmoid_router_config(arch)}
     return {
         **common_keys.decoder_config(arch),
         **experts,

@@ -1,11 +1,8 @@
 """GPT-2: learned positions, biases, and linear layers stored transposed (transformers/models/gpt2, Conv1D)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families.common_keys import PLAIN, Sizes, Table, hidden_dropout, need, refuse_unless
 from megatron_wrap.bridge.mapping import tensors as weights
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.derived import ffn_hidden_size
 from megatron_wrap.config.schema.model import ArchConfig
 
@@ -13,7 +10,7 @@ _GELU = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
 """activation_function -> whether it is the tanh approximation."""
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     refuse_unless(
         config,
         activation_function=tuple(_GELU),
@@ -45,7 +42,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     return {
         "n_layer": arch.num_layers,
         "n_embd": arch.hidden_size,

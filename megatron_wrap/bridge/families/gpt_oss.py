@@ -6,32 +6,30 @@ The experts of a layer are stacked in one tensor, transposed, in which the rows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from megatron_wrap.bridge.families import common_keys, llama
 from megatron_wrap.bridge.families.common_keys import Sizes, Table, refuse_unless
 from megatron_wrap.bridge.families.mistral import layer_windows, layer_windows_config
 from megatron_wrap.bridge.mapping import tensors as weights
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.derived import moe_ffn_hidden_size
 from megatron_wrap.config.schema.model import ArchConfig
 
 _ALPHA = 1.702
 """Of Megatron-Core's quick_gelu (megatron/core/activations.py)."""
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Config = {
     **{"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_dropout": 0.0, "sliding_window": 128},
     **{"max_position_embeddings": 131072, "head_dim": 64},
 }
-_DEFAULT_ROPE: Mapping[str, Any] = {
+_DEFAULT_ROPE: Config = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,
 }
 """transformers' (configuration_gpt_oss.py)."""
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     refuse_unless(config, attention_bias=True, swiglu_alpha=_ALPHA)
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
         config = {**config, "rope_scaling": _DEFAULT_ROPE}
@@ -51,7 +49,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     return {
         **common_keys.decoder_config(arch),
         **layer_windows_config(arch),

@@ -2,19 +2,18 @@
 weights as it is, or its parts: attention, dense MLPs, and experts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from megatron_wrap.bridge.families.common_keys import Sizes, Table, decoder_config, decoder_values
 from megatron_wrap.bridge.mapping import tensors as weights
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.derived import moe_ffn_hidden_size, moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     biases = bool(config.get("attention_bias", False))
     if biases != bool(config.get("mlp_bias", False)):
         raise UnsupportedModel(
@@ -24,7 +23,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "add_bias_linear": biases}
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     return {**decoder_config(arch), **dict.fromkeys(("attention_bias", "mlp_bias"), arch.add_bias_linear)}
 
 

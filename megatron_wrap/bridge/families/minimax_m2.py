@@ -6,27 +6,25 @@ The modules for multi-token prediction are not loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from megatron_wrap.bridge.families import common_keys, llama
 from megatron_wrap.bridge.families.common_keys import Sizes, Table, refuse_unless
 from megatron_wrap.bridge.families.mixtral import block_sparse_moe
 from megatron_wrap.bridge.families.prediction_layers import prediction_layers_left_out
 from megatron_wrap.bridge.mapping import tensors as weights
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.derived import kv_channels
 from megatron_wrap.config.schema.model import ArchConfig
 
-_PUBLISHED: Mapping[str, Any] = {
+_PUBLISHED: Config = {
     **{"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"},
     "shared_intermediate_size": 0,
 }
 """Values of the published config.json that transformers does not read: it has no others."""
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     refuse_unless(config, router_jitter_noise=0.0, **_PUBLISHED)
     width = config.get("head_dim") or 128  # transformers' default
     if config.get("rotary_dim") is not None:
@@ -43,7 +41,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     return {
         **common_keys.decoder_config(arch),
         **_PUBLISHED,

@@ -1,11 +1,8 @@
 """Mistral: Llama with optional sliding-window attention (transformers/models/mistral)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families.common_keys import decoder_config, decoder_values, every_nth, layers_of_kind
 from megatron_wrap.bridge.families.llama import llama_table
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.derived import window_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 
@@ -13,18 +10,18 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 """Names in `layer_types`."""
 
 
-def window_values(window: int | None) -> dict[str, Any]:
+def window_values(window: int | None) -> Values:
     """`sliding_window` includes the token itself; Megatron-Core's window_size = (left, right) counts its neighbors."""
     return {"window_size": None if window is None else [window - 1, 0]}
 
 
-def window_config(arch: ArchConfig) -> dict[str, Any]:
+def window_config(arch: ArchConfig) -> Values:
     """The inverse of `window_values`."""
     window = arch.window_size
     return {"sliding_window": None if window is None else window[0] + 1}
 
 
-def layer_windows(config: Mapping[str, Any], layers: int, *, full_every: int) -> dict[str, Any]:
+def layer_windows(config: Config, layers: int, *, full_every: int) -> Values:
     """Windows of `sliding_window` tokens in some layers, from `layer_types`.
 
     Args:
@@ -38,7 +35,7 @@ def layer_windows(config: Mapping[str, Any], layers: int, *, full_every: int) ->
     return {**window_values(config["sliding_window"]), "window_attn_skip_freq": skipped}
 
 
-def layer_windows_config(arch: ArchConfig) -> dict[str, Any]:
+def layer_windows_config(arch: ArchConfig) -> Values:
     """The inverse of `layer_windows`."""
     return {
         **window_config(arch),
@@ -46,12 +43,12 @@ def layer_windows_config(arch: ArchConfig) -> dict[str, Any]:
     }
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     # 4096 is transformers' default, which the first release's config.json omits
     return {**decoder_values(config, tied=False), **window_values(config.get("sliding_window", 4096))}
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     return {**decoder_config(arch), **window_config(arch)}
 
 

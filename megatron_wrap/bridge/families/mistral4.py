@@ -1,29 +1,27 @@
 """Mistral Small 4: DeepSeek V3's attention with queries that grow with their position, and experts chosen by a softmax
 (transformers/models/mistral4)."""
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from megatron_wrap.bridge.families.common_keys import Sizes, Table, refuse_unless
 from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_layer, latent_values
 from megatron_wrap.bridge.families.llama import decoder_table
 from megatron_wrap.bridge.families.ministral3 import DEFAULT_ROPE, query_scaling_config, query_scaling_values
 from megatron_wrap.bridge.mapping import tensors as weights
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.derived import moe_ffn_hidden_size, moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 
-_DEFAULT_ROPE: Mapping[str, Any] = {
+_DEFAULT_ROPE: Config = {
     **DEFAULT_ROPE,
     **{"rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
 }
 """transformers' (configuration_mistral4.py)."""
-_DEFAULTS: Mapping[str, Any] = {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
+_DEFAULTS: Config = {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
 """The same, of other keys."""
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     # Megatron-Core ranks groups by logits where the softmax is over the chosen experts
     refuse_unless(config, rope_interleave=True, n_group=(1, None))
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
@@ -36,7 +34,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     values = latent_config(arch)
     return {
         **values,

@@ -1,17 +1,15 @@
 """Mixtral: Mistral with MoE in every layer (transformers/models/mixtral)."""
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from megatron_wrap.bridge.families import common_keys, llama
 from megatron_wrap.bridge.families.common_keys import Sizes, Table, refuse_unless
 from megatron_wrap.bridge.families.mistral import window_config, window_values
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     refuse_unless(config, router_jitter_noise=0.0)
     values = common_keys.decoder_values({"rope_theta": 1000000.0, **config}, tied=False)  # transformers' default
     return {
@@ -21,7 +19,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     experts = {"num_local_experts": arch.num_experts, "num_experts_per_tok": arch.moe_router_topk}
     return {**common_keys.decoder_config(arch), **window_config(arch), **experts}
 

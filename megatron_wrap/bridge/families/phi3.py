@@ -2,25 +2,23 @@
 (transformers/models/phi3)."""
 
 import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from megatron_wrap.bridge.families import common_keys, llama
 from megatron_wrap.bridge.families.common_keys import Sizes, Table, need
 from megatron_wrap.bridge.families.mistral import window_config, window_values
 from megatron_wrap.bridge.mapping import tensors as weights
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 LONG = ("longrope", "su", "yarn")
 """Names of LongRoPE in config.json; the last two are those of earlier releases (Phi3Config)."""
-_DEFAULTS: Mapping[str, Any] = {"num_key_value_heads": None, "original_max_position_embeddings": 4096}
+_DEFAULTS: Config = {"num_key_value_heads": None, "original_max_position_embeddings": 4096}
 """transformers' (configuration_phi3.py)."""
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     config = {**_DEFAULTS, **config}
     kind, rope = common_keys.rope_parameters(config)
     plain = config
@@ -32,7 +30,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "hidden_dropout": dropout, **window_values(config.get("sliding_window"))}
 
 
-def _longrope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+def _longrope(config: Config, rope: Config) -> Values:
     """Keys of LongRoPE (modeling_rope_utils.py, _compute_longrope_parameters; standardize_rope_params replaces the
     rotary parameters' own original_max_position_embeddings)."""
     original = need(config, "original_max_position_embeddings")
@@ -49,7 +47,7 @@ def _longrope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     values = common_keys.decoder_config(arch)
     if values.pop("head_dim") * arch.num_attention_heads != arch.hidden_size:
         raise UnsupportedModel("kv_channels is not hidden_size / num_attention_heads")

@@ -4,11 +4,11 @@ under two sets of names."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_wrap.bridge.families.common_keys import Sizes, Table
 from megatron_wrap.bridge.families.llama import LayerTable
 from megatron_wrap.bridge.mapping import tensors as weights
+from megatron_wrap.bridge.mapping.family import Values
 from megatron_wrap.config.schema.model import ArchConfig
 
 ANY_NUMBER = 100
@@ -41,7 +41,7 @@ def prediction_copies(arch: ArchConfig) -> dict[str, str]:
     }
 
 
-def prediction_config(arch: ArchConfig) -> dict[str, Any]:
+def prediction_config(arch: ArchConfig) -> Values:
     """Values of an exported config.json about the layers that follow the decoder's."""
     return {"num_nextn_predict_layers": arch.mtp_num_layers or 0}
 

@@ -1,16 +1,13 @@
 """Qwen 2 and 2.5: Llama with biases in the query, key and value projections (transformers/models/qwen2)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families.common_keys import decoder_config, decoder_values
 from megatron_wrap.bridge.families.llama import llama_table
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 
-def refuse_windows(config: Mapping[str, Any]) -> None:
+def refuse_windows(config: Config) -> None:
     """Qwen's sliding window applies to some layers only; no published model enables it.
 
     Raises:
@@ -21,12 +18,12 @@ def refuse_windows(config: Mapping[str, Any]) -> None:
         raise UnsupportedModel("use_sliding_window is true, but windows that differ between layers are not supported")
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     refuse_windows(config)
     return {**decoder_values(config, tied=False), "add_qkv_bias": True}
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     return {**decoder_config(arch), "use_sliding_window": False}
 
 

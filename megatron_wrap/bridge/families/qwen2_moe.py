@@ -1,17 +1,14 @@
 """Qwen 1.5 MoE and Qwen 2 MoE, with a gated shared expert (transformers/models/qwen2_moe)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families.common_keys import decoder_config, decoder_values, need, refuse_unless
 from megatron_wrap.bridge.families.llama import llama_table
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
 from megatron_wrap.bridge.families.qwen3_moe import qwen_experts, qwen_experts_config
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     refuse_windows(config)
     refuse_unless(config, qkv_bias=True)
     values = decoder_values(config, tied=False)
@@ -24,7 +21,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     shared = {"shared_expert_intermediate_size": arch.moe_shared_expert_intermediate_size}
     return {**decoder_config(arch), **qwen_experts_config(arch), **shared, "qkv_bias": True}
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron_wrap.bridge.families import qwen3_5_text
 from megatron_wrap.bridge.families.common_keys import need
 from megatron_wrap.bridge.families.qwen3_next import hybrid_config, hybrid_experts, hybrid_experts_config, hybrid_values
+from megatron_wrap.bridge.mapping.family import Config, Values
 from megatron_wrap.config.schema.derived import moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
@@ -17,13 +16,13 @@ _DENSE = ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob")
 """Keys of Qwen3-Next that the family does not have; transformers ignores them."""
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     config = {key: value for key, value in config.items() if key not in _DENSE}
     values = hybrid_values({**config, "intermediate_size": need(config, "moe_intermediate_size")})
     return {**values, **hybrid_experts(config, values["num_layers"])}
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     if 0 in moe_layer_pattern(arch):
         raise UnsupportedModel("some layers are dense, and all of this family have experts")
     values = {**hybrid_config(arch), **hybrid_experts_config(arch)}

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-from megatron_wrap.bridge.families.qwen3_next import (
-    convolved_parts,
-    hybrid_config,
-    hybrid_table,
-    hybrid_values,
-    prediction_layer_left_out,
-    values_per_key,
-)
+from megatron_wrap.bridge.families import qwen3_next
 from megatron_wrap.bridge.mapping import tensors as weights
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Family, Values
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run
 from megatron_wrap.config.schema.model import ArchConfig
@@ -22,10 +14,10 @@ from megatron_wrap.config.schema.model import ArchConfig
 
 def in_proj(arch: ArchConfig, theirs: str, hidden: int) -> WeightMapping:
     """A tensor for queries, keys and values, and one each for betas, decays and gates, their rows ordered by head."""
-    heads = values_per_key(arch)
+    heads = qwen3_next.values_per_key(arch)
     gates = heads * arch.linear_value_head_dim
     parts = [
-        *convolved_parts(arch, theirs + "in_proj_qkv.weight"),
+        *qwen3_next.convolved_parts(arch, theirs + "in_proj_qkv.weight"),
         (Run(theirs + "in_proj_b.weight", 0, heads), heads),
         (Run(theirs + "in_proj_a.weight", 0, heads), heads),
         (Run(theirs + "in_proj_z.weight", 0, gates), gates),
@@ -33,10 +25,10 @@ def in_proj(arch: ArchConfig, theirs: str, hidden: int) -> WeightMapping:
     return weights.by_head(parts, arch.linear_num_key_heads, hidden)
 
 
-parameters = partial(hybrid_table, in_proj=in_proj)
+parameters = partial(qwen3_next.hybrid_table, in_proj=in_proj)
 
 
-def prediction_config(arch: ArchConfig) -> dict[str, Any]:
+def prediction_config(arch: ArchConfig) -> Values:
     """Values of an exported config.json about the layer for multi-token prediction."""
     return {"mtp_num_hidden_layers": arch.mtp_num_layers or 0}
 
@@ -44,10 +36,10 @@ def prediction_config(arch: ArchConfig) -> dict[str, Any]:
 FAMILY = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    arch_values=hybrid_values,
-    config_values=hybrid_config,
+    arch_values=qwen3_next.hybrid_values,
+    config_values=qwen3_next.hybrid_config,
     parameters=parameters,
-    left_out=prediction_layer_left_out,
+    left_out=qwen3_next.prediction_layer_left_out,
     exported_values=prediction_config,
     max_prediction_layers=1,
 )

@@ -1,17 +1,14 @@
 """Qwen 3 MoE (transformers/models/qwen3_moe)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families.common_keys import ROUTER, decoder_config, decoder_values, need, refuse_unless
 from megatron_wrap.bridge.families.llama import llama_table
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.derived import moe_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 
 
-def qwen_experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def qwen_experts(config: Config, num_layers: int) -> Values:
     """Architecture keys from the config.json keys that Qwen's MoE families share."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     return {
@@ -26,7 +23,7 @@ def qwen_experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     }
 
 
-def qwen_experts_config(arch: ArchConfig) -> dict[str, Any]:
+def qwen_experts_config(arch: ArchConfig) -> Values:
     """The inverse of `qwen_experts`."""
     return {
         "num_experts": arch.num_experts,
@@ -39,14 +36,14 @@ def qwen_experts_config(arch: ArchConfig) -> dict[str, Any]:
     }
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     refuse_windows(config)
     refuse_unless(config, attention_bias=False)
     values = decoder_values(config, tied=False)
     return {**values, **qwen_experts(config, values["num_layers"]), "qk_layernorm": True}
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     return {**decoder_config(arch), **qwen_experts_config(arch), "attention_bias": False}
 
 

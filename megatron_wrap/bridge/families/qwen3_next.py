@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from megatron_wrap.bridge.families import common_keys, llama
 from megatron_wrap.bridge.families.common_keys import Sizes, Table, need, refuse_unless
 from megatron_wrap.bridge.families.prediction_layers import prediction_layers_left_out, single_prediction_table
 from megatron_wrap.bridge.families.qwen3_moe import qwen_experts, qwen_experts_config
 from megatron_wrap.bridge.mapping import tensors as weights
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run
 from megatron_wrap.config.schema.derived import linear_layer_pattern
@@ -28,14 +27,14 @@ _SIZES: Mapping[str, int] = {
 """Keys of the linear layers, which have the same names in config.json -> transformers' defaults."""
 
 
-def hybrid_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def hybrid_values(config: Config) -> Values:
     """Architecture keys of Qwen3-Next and Qwen3.5, without those of experts."""
     refuse_unless(config, attention_bias=False, attn_output_gate=True)
     values = common_keys.decoder_values({"partial_rotary_factor": 0.25, "head_dim": 256, **config}, tied=False)
     interval = config.get("full_attention_interval") or 4  # transformers' defaults
     default = [LINEAR if number % interval else FULL for number in range(1, values["num_layers"] + 1)]
     is_linear = common_keys.layers_of_kind(config, "layer_types", (LINEAR, FULL), default)
-    linear: dict[str, Any] = {}
+    linear: Values = {}
     if any(is_linear):
         linear = {
             "experimental_attention_variant": "gated_delta_net",
@@ -51,7 +50,7 @@ def hybrid_values(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def hybrid_config(arch: ArchConfig) -> dict[str, Any]:
+def hybrid_config(arch: ArchConfig) -> Values:
     """The inverse of `hybrid_values`."""
     return {
         **common_keys.decoder_config(arch),
@@ -119,7 +118,7 @@ def _in_proj(arch: ArchConfig, theirs: str, hidden: int) -> WeightMapping:
     return weights.by_head(parts, arch.linear_num_key_heads, hidden)
 
 
-def hybrid_experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def hybrid_experts(config: Config, num_layers: int) -> Values:
     """Architecture keys of the experts of Qwen3-Next and Qwen3.5."""
     return {
         **qwen_experts({"norm_topk_prob": True, **config}, num_layers),  # transformers' default
@@ -128,7 +127,7 @@ def hybrid_experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     }
 
 
-def hybrid_experts_config(arch: ArchConfig) -> dict[str, Any]:
+def hybrid_experts_config(arch: ArchConfig) -> Values:
     """The inverse of `hybrid_experts`."""
     values = qwen_experts_config(arch)
     del values["use_sliding_window"]
@@ -144,12 +143,12 @@ def hybrid_table(arch: ArchConfig, *, in_proj: Projection) -> Table:
 prediction_layer_left_out = partial(prediction_layers_left_out, named=r"mtp\..*")
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     values = hybrid_values(config)
     return {**values, **hybrid_experts(config, values["num_layers"])}
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     return {**hybrid_config(arch), **hybrid_experts_config(arch)}
 
 

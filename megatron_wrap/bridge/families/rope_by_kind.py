@@ -3,18 +3,14 @@ frequencies of their own, which are not scaled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families.common_keys import need, refuse_unless
 from megatron_wrap.bridge.families.mistral import FULL, SLIDING
+from megatron_wrap.bridge.mapping.family import Config, Values
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 
-def rope_of_kinds(
-    config: Mapping[str, Any], *, base: float, window_base: float
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def rope_of_kinds(config: Config, *, base: float, window_base: float) -> tuple[Values, Values]:
     """The rotary parameters of layers without and with a window, from `rope_parameters` by kind (transformers 5), and
     those of layers without one also from `rope_theta` and `rope_scaling` (earlier).
 
@@ -29,7 +25,7 @@ def rope_of_kinds(
     return whole, {"rope_theta": window_base, **window}
 
 
-def window_rope_values(values: Mapping[str, Any], window: Mapping[str, Any]) -> dict[str, Any]:
+def window_rope_values(values: Config, window: Config) -> Values:
     """Architecture key of the rotary parameters `window` of layers with a window, in addition to the other keys."""
     refuse_unless(window, rope_type="default", type="default", partial_rotary_factor=(None, 1.0))
     scaled = values["use_rope_scaling"] or values["rope_type"] != "rope"
@@ -40,7 +36,7 @@ def window_rope_values(values: Mapping[str, Any], window: Mapping[str, Any]) -> 
     return {"window_rotary_base": theta}
 
 
-def rope_of_kinds_config(arch: ArchConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+def rope_of_kinds_config(arch: ArchConfig, values: Config) -> Values:
     """The inverse of both, in addition to the other `values` of config.json, which have the earlier form for layers
     without a window."""
     whole = {"rope_type": "default", **(values["rope_scaling"] or {}), "rope_theta": arch.rotary_base}

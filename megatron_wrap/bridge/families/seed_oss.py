@@ -4,16 +4,13 @@
 `residual_dropout` is Megatron-Core's hidden_dropout, which in training also drops the embedding's output.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families.common_keys import decoder_config, decoder_values, refuse_unless
 from megatron_wrap.bridge.families.llama import llama_table
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     refuse_unless(config, attention_out_bias=False, mlp_bias=False)
     # transformers' defaults
     values = decoder_values({"head_dim": 128, "attention_dropout": 0.1, **config}, tied=False)
@@ -21,7 +18,7 @@ def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "add_qkv_bias": bool(config.get("attention_bias", True)), "hidden_dropout": dropout}
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     biases = {"attention_bias": arch.add_qkv_bias, "attention_out_bias": False, "mlp_bias": False}
     return {**decoder_config(arch), **biases, "residual_dropout": arch.hidden_dropout, "pad_token_id": None}
 

@@ -1,21 +1,18 @@
 """SmolLM 3: Llama with layers without rotary positions (transformers/models/smollm3)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_wrap.bridge.families import llama
 from megatron_wrap.bridge.families.common_keys import every_nth
 from megatron_wrap.bridge.families.llama import llama_table
 from megatron_wrap.bridge.families.qwen2 import refuse_windows
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
-_DEFAULTS: Mapping[str, Any] = {"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True}
+_DEFAULTS: Config = {"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True}
 """transformers' (configuration_smollm3.py)."""
 
 
-def _arch_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def _arch_values(config: Config) -> Values:
     refuse_windows(config)
     values = llama.FAMILY.arch_values({**_DEFAULTS, **config})
     layers, interval = values["num_layers"], config.get("no_rope_layer_interval", 4)
@@ -35,7 +32,7 @@ def _no_rope_freq(without: list[int]) -> int | list[int] | None:
     return interval if interval is not None and len(without) % interval == 0 else without
 
 
-def _config_values(arch: ArchConfig) -> dict[str, Any]:
+def _config_values(arch: ArchConfig) -> Values:
     without = arch.upstream.get("no_rope_freq") or [0] * arch.num_layers
     if isinstance(without, int):  # Megatron-Core's: every N-th layer
         without = [int((layer + 1) % without == 0) for layer in range(arch.num_layers)]

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.bridge.mapping.adapter_targets import (
     SEQUENCE_CLASSIFICATION,
     AdaptedLayer,
-    adapted_experts,
     adapter_family,
-    peft_config,
-    saved_parameters,
     task_type,
 )
 from megatron_wrap.bridge.mapping.family import Family
-from megatron_wrap.bridge.mapping.token_rows import as_in_peft, trained_rows
 from megatron_wrap.config.reading.json_file import read_json
 from megatron_wrap.config.reading.yaml_nodes import describe, inline_yaml
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.keys import key_range
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
+from megatron_wrap.config.schema.types import Mismatch, check_value
 from megatron_wrap.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
+_CHANGED_BASE = "the factors belong to a changed base; save it converted, by path_initial_model_for_weight_conversion"
 REFUSED = {
     "lora_bias": "factors have no biases",
     "layer_replication": "the base has other layers",
+    "layers_pattern": "layers_to_transform counts in the only list of layers; delete it, if it names that",
     "alora_invocation_tokens": "an adapter applies to all tokens",
     "use_qalora": "inputs are not pooled in groups",
     "use_bdlora": "factors are not block-diagonal",
@@ -43,10 +44,7 @@ REFUSED = {
 REFUSED_INITIAL = {
     "pissa_niter": "factors of a randomized decomposition, other ones in each run; save it converted, by "
     "path_initial_model_for_weight_conversion",
-    **dict.fromkeys(
-        ("corda", "lora_ga"),
-        "the factors belong to a changed base; save it converted, by path_initial_model_for_weight_conversion",
-    ),
+    **dict.fromkeys(("olora", "corda", "lora_ga"), _CHANGED_BASE),
     "loftq": "the factors belong to a base that LoftQ quantized",
 }
 """Beginnings of init_lora_weights whose folders cannot be loaded -> the reason."""
@@ -57,51 +55,18 @@ WITHOUT_EFFECT = (
 """Options of peft that change nothing in a folder without the refused ones."""
 CLASSIFIER_HEADS = ("classifier", "score")
 """Modules that peft adds to modules_to_save for a sequence classification model."""
-_KEYS = (
-    *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
-    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias"),
-    *("trainable_token_indices", "ensure_weight_tying"),
+_COMPARED = (
+    *("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias", "trainable_token_indices"),
+    *("target_parameters", "modules_to_save"),
 )
-_DECOMPOSED = ("pissa", "olora")
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-def _are_integers(value: Any) -> bool:
-    return _is_integer(value) or (isinstance(value, list) and all(map(_is_integer, value)))
-
-
-def _are_rows(value: Any) -> bool:
-    lists = [value] if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [None]
-    return all(isinstance(indices, list) and _are_integers(indices) for indices in lists)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, float) or _is_integer(each) for each in value.values())
-
-
-_TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "r": ("an integer of at least 1", lambda value: _is_integer(value) and value >= 1),
-    "lora_alpha": ("a number", lambda value: _is_integer(value) or isinstance(value, float)),
-    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), ("a text or a list of texts", _are_texts)),
-    "target_parameters": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
-    "modules_to_save": ("a list of texts", lambda value: not isinstance(value, str) and _are_texts(value)),
-    "layers_to_transform": ("an integer or a list of integers", _are_integers),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ("a mapping to numbers", _are_numbers)),
-    "bias": ("a text", lambda value: isinstance(value, str)),
-    "trainable_token_indices": ("a list of integers, or a mapping to such lists", _are_rows),
-    **dict.fromkeys(
-        ("use_rslora", "use_dora", "ensure_weight_tying"), ("true or false", lambda value: isinstance(value, bool))
-    ),
-}
-"""Key -> its type in words, and the test of a value other than null."""
-_SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+"""Keys that a folder and a run must agree on; the names of the tensors are compared as well."""
+_KEYS = (
+    *("lora_dropout", "target_modules", "exclude_modules", "layers_to_transform", "ensure_weight_tying"),
+    *_COMPARED,
+)
+"""Keys of `AdapterConfig` that are options of peft with the same meaning, except for init_lora_weights."""
+_EXPERT_FILES = (0, 19)
+"""The release of peft since which the factors of experts have their form; earlier ones exchange A and B."""
 
 
 def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -115,9 +80,9 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("peft_type") != "LORA":
         kind = values.get("peft_type") if isinstance(values, dict) else None
         raise CheckpointError(f"{path}: peft_type is {kind}, and only LORA is supported")
-    for key, (kind, holds) in _TYPES.items():
-        if values.get(key) is not None and not holds(values[key]):
-            raise CheckpointError(f"{path}: {key} must be {kind}, not {describe(values[key])}; save the adapter again")
+    if isinstance(values.get("layers_to_transform"), int):
+        values["layers_to_transform"] = [values["layers_to_transform"]]
+    _check_types(path, values)
     for key, reason in REFUSED.items():
         if values.get(key):
             raise CheckpointError(f"{path}: {key} is {describe(values[key])} and cannot be loaded: {reason}")
@@ -126,6 +91,23 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if isinstance(initial, str) and initial.lower().startswith(kind):
             raise CheckpointError(f"{path}: init_lora_weights is {initial} and cannot be loaded: {reason}")
     return values
+
+
+def _check_types(path: Path, values: Mapping[str, Any]) -> None:
+    """Compare the values of `_KEYS`, unless they are null, with the types and ranges of `AdapterConfig`."""
+    hints, ranges = get_type_hints(AdapterConfig), {field.name: key_range(field) for field in fields(AdapterConfig)}
+    for key in _KEYS:
+        value, allowed = values.get(key), ranges[key]
+        if value is None:
+            continue
+        try:
+            check_value(value, hints[key])
+            if allowed is not None and not allowed.holds(value):
+                raise Mismatch(f"must be {allowed}")
+            if key.endswith("_pattern"):
+                check_value([*value.values()], tuple[float, ...])
+        except Mismatch as mismatch:
+            raise CheckpointError(f"{path}: {key} {mismatch}, not {describe(value)}; save the adapter again") from None
 
 
 def is_adapter(folder: str | os.PathLike[str]) -> bool:
@@ -149,24 +131,29 @@ def adapter_base(folder: str | os.PathLike[str]) -> str:
 
 
 def adapter_keys(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Keys of `megatron_wrap.adapter` with which a run loads an adapter.
+    """Keys of `megatron_wrap.adapter` with which a run loads an adapter, as JSON values.
 
     Raises:
         CheckpointError: as `read_adapter_config`.
     """
-    theirs = read_adapter_config(folder)
-    keys = {name: theirs[name] for name in _KEYS if theirs.get(name)}
-    if isinstance(keys.get("layers_to_transform"), int):
-        keys["layers_to_transform"] = [keys["layers_to_transform"]]
-    if theirs.get("init_lora_weights") in _DECOMPOSED:
-        keys["init_lora_weights"] = theirs["init_lora_weights"]
-    saved = saved_modules(theirs)
-    return {**keys, **({"modules_to_save": saved} if saved else {}), "path": os.fspath(folder)}
+    values = read_adapter_config(folder)
+    saved = [name for name in values.get("modules_to_save") or () if name not in CLASSIFIER_HEADS]
+    keys = {name: value for name in _KEYS if (value := {**values, "modules_to_save": saved}.get(name))}
+    if values.get("init_lora_weights") == "pissa":
+        keys["init_lora_weights"] = "pissa"
+    return {**keys, "path": os.fspath(folder)}
 
 
-def saved_modules(values: Mapping[str, Any]) -> list[str]:
-    """modules_to_save of adapter_config.json, without the heads that peft adds."""
-    return [name for name in values.get("modules_to_save") or () if name not in CLASSIFIER_HEADS]
+def saved_adapter(folder: str | os.PathLike[str]) -> AdapterConfig:
+    """The adapter of a folder.
+
+    Raises:
+        CheckpointError: as `read_adapter_config`.
+    """
+    keys: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in adapter_keys(folder).items()
+    }
+    return AdapterConfig(adapter_type="lora", **keys)
 
 
 def open_adapter(
@@ -180,68 +167,46 @@ def open_adapter(
 
     Raises:
         CheckpointError: a file cannot be read; the adapter is of a model with a scalar head and this run's model has
-            none, or the reverse; it has other ranks, scales or modules than `megatron_wrap.adapter`, or a factor is
-            missing.
+            none, or the reverse; it has other ranks, scales or modules than `megatron_wrap.adapter`, a form of peft
+            before 0.19, or a factor is missing.
     """
-    theirs, task = read_adapter_config(folder), task_type(family)
-    of_scores = theirs.get("task_type") == SEQUENCE_CLASSIFICATION
-    if of_scores != (task == SEQUENCE_CLASSIFICATION):
+    values, saved = read_adapter_config(folder), saved_adapter(folder)
+    of_scores = values.get("task_type") == SEQUENCE_CLASSIFICATION
+    if of_scores != (task_type(family) == SEQUENCE_CLASSIFICATION):
         kind = "a sequence classification model" if of_scores else "a language model"
         provider = derived.VALUE_PROVIDER if of_scores else "gpt_model"
         raise CheckpointError(
-            f"{folder}: task_type is {theirs.get('task_type')}, an adapter of {kind}; set "
+            f"{folder}: task_type is {values.get('task_type')}, an adapter of {kind}; set "
             f"megatron_wrap.model_provider.provider_key to {provider}, or load another adapter"
         )
-    _compare_initial(folder, theirs.get("init_lora_weights"), config)
-    ours = peft_config(layers, config, None, task, converted=False)
-    for key in _SAME:
-        saved = theirs.get(key, ours[key] if key in ("r", "lora_alpha") else type(ours[key])())
-        if (saved or None) != (ours[key] or None):
-            raise _differs(folder, key, saved, ours[key])
-    bias = theirs.get("bias", "none")
-    if bias != config.bias:
-        raise _differs(folder, "bias", bias, config.bias)
-    _compare_rows(folder, theirs, config, family, arch)
-    targets = tuple(theirs.get("target_parameters") or ())
-    chosen = (adapted_experts(family.parameters(arch), replace(config, target_parameters=targets)), layers)
-    if len({frozenset(layer.name for layer in of if layer.experts) for of in chosen}) > 1:
-        raise _differs(folder, "target_parameters", _listed(targets), _listed(config.target_parameters))
-    table, theirs_whole = family.parameters(arch), replace(config, modules_to_save=tuple(saved_modules(theirs)))
-    if saved_parameters(table, theirs_whole).keys() != saved_parameters(table, config).keys():
-        saved, here = _listed(theirs_whole.modules_to_save), _listed(config.modules_to_save)
-        raise _differs(folder, "modules_to_save", saved, here)
+    # factors of PiSSA belong to a base without the product of the initial ones, others to the base
+    if saved.decomposes_base != config.decomposes_base:
+        raise _differs(folder, "init_lora_weights", saved.init_lora_weights, config.init_lora_weights)
+    for key in _COMPARED:
+        there, here = getattr(saved, key), getattr(config, key)
+        if _without_order(key, there) != _without_order(key, here):
+            raise _differs(folder, key, there, here)
+    version = str(values.get("peft_version") or "0.17")  # 0.18 is the first release that writes it
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _EXPERT_FILES and any(
+        layer.experts and not layer.weight.transposed for layer in layers
+    ):
+        raise CheckpointError(
+            f"{folder}: peft {version} saved it, and factors of experts have another form since 0.19; merge it with "
+            "that release (merge_and_unload) and set megatron_wrap.model_provider.hf_path to the merged model"
+        )
     files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers, config, converted=False))
     files.check(arch)
     return files
 
 
-def _differs(folder: str | os.PathLike[str], key: str, saved: Any, here: Any) -> CheckpointError:
+def _without_order(key: str, value: Any) -> Any:
+    """A value to compare: peft writes names in an order of its own, and null in place of what is empty."""
+    return sorted(value) if key in ("target_parameters", "modules_to_save") else value or None
+
+
+def _differs(folder: str | os.PathLike[str], key: str, there: Any, here: Any) -> CheckpointError:
     """The error about an option that is another one in the folder."""
+    saved, wanted = (inline_yaml(list(value) if isinstance(value, tuple) else value) for value in (there, here))
     return CheckpointError(
-        f"{folder}: {key} is {saved} there and {here} here; write megatron_wrap.adapter.{key}={saved}"
+        f"{folder}: {key} is {saved} there and {wanted} here; write megatron_wrap.adapter.{key}={saved}"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"[{', '.join(names)}]"
-
-
-def _compare_rows(
-    folder: str | os.PathLike[str], theirs: Mapping[str, Any], config: AdapterConfig, family: Family, arch: ArchConfig
-) -> None:
-    """Trained rows of tokens, which have their order in the file."""
-    table, saved = family.parameters(arch), theirs.get("trainable_token_indices") or ()
-    wanted = tuple(saved) if isinstance(saved, list) else saved
-    if trained_rows(table, replace(config, trainable_token_indices=wanted)) != trained_rows(table, config):
-        here = inline_yaml(as_in_peft(config) or [])
-        raise _differs(folder, "trainable_token_indices", inline_yaml(saved or []), here)
-
-
-def _compare_initial(folder: str | os.PathLike[str], theirs: Any, config: AdapterConfig) -> None:
-    """Factors of PiSSA and OLoRA belong to a base without the product of the initial ones, others to the base."""
-    saved = theirs if theirs in _DECOMPOSED else "true"
-    if saved != (config.init_lora_weights if config.decomposes_base else "true"):
-        raise CheckpointError(
-            f"{folder}: init_lora_weights is {theirs} there and {config.init_lora_weights} here; write "
-            f"megatron_wrap.adapter.init_lora_weights={saved}"
-        )

@@ -1,5 +1,5 @@
-"""Which linear layers have adapters of `megatron_wrap.adapter`, by peft's rules, and the tensors of peft's
-files that its factors are. Needs no torch."""
+"""The weights of a model that `megatron_wrap.adapter` adapts or trains whole, by peft's rules, and the tensors of
+peft's files that their factors are. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from megatron_wrap.bridge.mapping.expert_factors import EXPERTS, expert_factors
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
-from megatron_wrap.bridge.mapping.tensors import Run, replicated
+from megatron_wrap.bridge.mapping.tensors import Run
 from megatron_wrap.bridge.mapping.token_rows import EMBEDDING, as_in_peft, no_match, row_factors, trained_rows
 from megatron_wrap.bridge.mapping.value_model import HEAD, SCORE, has_scalar_head
 from megatron_wrap.config.schema.model import AdapterConfig
@@ -22,6 +22,8 @@ Number = TypeVar("Number", int, float)
 
 PEFT_PREFIX = "base_model.model."
 """Of names in adapter_model.safetensors."""
+PEFT_VERSION = "0.19.0"
+"""The release of peft since which files have the form that is written here."""
 SEQUENCE_CLASSIFICATION = "SEQ_CLS"
 """peft's task type of a model with a scalar head."""
 ADAPTER = "_adapter"
@@ -29,8 +31,8 @@ ADAPTER = "_adapter"
 
 _WHOLE = re.compile(r"(?:embedding|output_layer|.*norm)\.(?:\w+\.)?(?:weight|bias)")
 """Global names of parameters that can be trained whole."""
-_FIRST_EXPERT = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.)0\.(linear_fc[12])\.weight")
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?(?:linear_\w+|in_proj|out_proj))\.weight")
+_SAME_IN_PEFT = ("r", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "bias", "ensure_weight_tying")
 
 
 def is_linear(layer: str) -> bool:
@@ -74,8 +76,6 @@ class AdaptedLayer:
     """The norms of the adapted rows are trained as well."""
     decomposed: bool = False
     """The initial factors, whose product is taken from the base, are kept in addition to the trained ones."""
-    before_019: bool = False
-    """The files have the form of experts' factors that peft had before 0.19."""
 
     @property
     def is_row_parallel(self) -> bool:
@@ -94,183 +94,166 @@ class AdaptedLayer:
         parts = [tuple(run for run in part if run.name == name) for part in self.weight.parts]
         return [(index, runs) for index, runs in enumerate(parts) if runs]
 
-    def factors(self, converted: bool = True) -> dict[str, WeightMapping]:
-        """Global name of each factor -> its tensor in peft's file.
-
-        Args:
-            converted: the file is an adapter of the original base: with `decomposed`, factors of twice the rank, the
-                trained ones and the initial ones, as peft's LoraModel.subtract_mutated_init makes them; False: the
-                trained factors alone, which belong to the changed base.
-        """
-        table = self._trained_factors()
-        if not (self.decomposed and converted):
-            return table
-        ranks = {module.key: module.rank for module in self.modules}
-        for name, mapping in list(table.items()):
-            stem, _, kind = name.rpartition(".")
-            _, letter, rest = kind.split("_", 2)
-            if letter == "magnitude":
-                continue
-            key = next(key for key in sorted(ranks, key=len, reverse=True) if rest == key or rest.startswith(f"{key}_"))
-            initial = f"{stem}.initial_{letter}_{rest}"
-            table[initial] = _after(mapping, 0 if letter == "A" else 1, ranks[key])
-        return table
-
-    def _trained_factors(self) -> dict[str, WeightMapping]:
+    def factors(self) -> dict[str, WeightMapping]:
+        """Global name of each trained factor -> its tensor in peft's file."""
         table: dict[str, WeightMapping] = {}
         for module in self.modules:
-            if self.experts:
-                table |= self._factors_of_experts(module)
-                continue
-            stem, file_norms = f"{self.name}{ADAPTER}", f"{self.file_stem(module)}.lora_magnitude_vector"
-            file_a, file_b = (f"{self.file_stem(module)}.lora_{letter}.weight" for letter in "AB")
-            other, runs = self.weight.other, self.runs_of(module)
-            assert other is not None, "a linear layer's weight has two dimensions"
-            if self.weight.along == 1:
-                length = sum(run.stop - run.start for _, part in runs for run in part)
-                table[f"{stem}.lora_A_{module.key}"] = WeightMapping(
-                    ((Run(file_a, 0, length),),), module.rank, along=1, split=self.weight.split
-                )
-                table[f"{stem}.lora_B_{module.key}"] = replicated(file_b, other, module.rank)
-                if self.dora:
-                    table[f"{stem}.lora_magnitude_{module.key}"] = replicated(file_norms, other)
-                continue
-            table[f"{stem}.lora_A_{module.key}"] = replicated(file_a, module.rank, other)
-            for number, (_, part) in enumerate(runs):
-                key = module.key if len(runs) == 1 else f"{module.key}_{number}"
-                renamed = tuple(replace(run, name=file_b) for run in part)
-                table[f"{stem}.lora_B_{key}"] = WeightMapping((renamed,), module.rank, split=self.weight.split)
-                if self.dora:
-                    renamed = tuple(replace(run, name=file_norms) for run in part)
-                    table[f"{stem}.lora_magnitude_{key}"] = WeightMapping((renamed,), None, split=self.weight.split)
+            table |= self._factors_of_experts(module) if self.experts else self._factors_of(module)
+        return table
+
+    def all_factors(self) -> dict[str, WeightMapping]:
+        """As `factors`; with `decomposed` also the initial factors, which follow the trained ones along the rank of the
+        tensors, as peft's LoraModel.subtract_mutated_init makes them for an adapter of the original base."""
+        table = self.factors()
+        if not self.decomposed:
+            return table
+        initial = {
+            name.replace(".lora_", ".initial_"): replace(mapping, other_start=mapping.other)
+            for name, mapping in table.items()
+        }
+        return {**table, **initial}
+
+    def _factors_of(self, module: TargetModule) -> dict[str, WeightMapping]:
+        """The factors of one linear layer; of each, `other` is the rank."""
+        weight, runs = self.weight, self.runs_of(module)
+        assert weight.other is not None, "a linear layer's weight has two dimensions"
+        stem, file = f"{self.name}{ADAPTER}.lora_", f"{self.file_stem(module)}.lora_"
+        if weight.along == 1:
+            inputs = sum(run.stop - run.start for _, part in runs for run in part)
+            parts: list[tuple[Run, ...]] = [(Run(f"{file}B.weight", 0, weight.other),)]
+        else:
+            inputs = weight.other
+            parts = [tuple(replace(run, name=f"{file}B.weight") for run in part) for _, part in runs]
+        a = WeightMapping(((Run(f"{file}A.weight", 0, inputs),),), module.rank, split=self.is_row_parallel, along=1)
+        table = {f"{stem}A_{module.key}": a}
+        for number, part in enumerate(parts):
+            key = module.key if len(parts) == 1 else f"{module.key}_{number}"
+            b = WeightMapping((part,), module.rank, split=weight.split and weight.along == 0)
+            table[f"{stem}B_{key}"] = b
+            if self.dora:
+                norms = _with_runs(b, lambda run: replace(run, name=f"{file}magnitude_vector"))
+                table[f"{stem}magnitude_{key}"] = replace(norms, other=None)
         return table
 
     def _factors_of_experts(self, module: TargetModule) -> dict[str, WeightMapping]:
         owner, _, layer = self.name.rpartition(".")
         table: dict[str, WeightMapping] = {}
         for expert in range(self.experts):
-            first, second = expert_factors(
-                self.weight, self.file_stem(module), module.rank, expert, self.experts, self.before_019
-            )
+            first, second = expert_factors(self.weight, self.file_stem(module), module.rank, expert, self.experts)
             stem = f"{owner}.{expert}.{layer}{ADAPTER}"
             table |= {f"{stem}.lora_A_{module.key}": first, f"{stem}.lora_B_{module.key}": second}
         return table
-
-
-def _refuse_large_rank(module: TargetModule, shape: Sequence[int], config: AdapterConfig) -> None:
-    if module.rank > min(shape):
-        raise ConfigError(
-            f"megatron_wrap.adapter.init_lora_weights: {config.init_lora_weights} has at most {min(shape)} vectors of "
-            f"{module.name}, whose weight is {shape[0]} x {shape[1]}, and its rank is {module.rank}; write a smaller "
-            "r, or one in rank_pattern"
-        )
-
-
-def _after(mapping: WeightMapping, dim: int, start: int) -> WeightMapping:
-    """The mapping to the part of the same tensors that begins at index `start` of dimension `dim`."""
-    if mapping.along != dim:
-        return replace(mapping, other_start=start)
-    return _with_runs(mapping, lambda run: replace(run, start=run.start + start, stop=run.stop + start))
 
 
 def _with_runs(mapping: WeightMapping, changed: Callable[[Run], Run]) -> WeightMapping:
     return replace(mapping, parts=tuple(tuple(map(changed, part)) for part in mapping.parts))
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A weight that can have adapters, under the names by which peft's options choose it."""
+
+    layer: str
+    """Global name of the linear layer, or of that of the first expert without the expert's number."""
+    weight: WeightMapping
+    """Of the layer."""
+    name: str
+    """Hugging Face's module, or the fused tensor of all experts."""
+    is_module: bool
+    """target_modules can choose it."""
+    parameter: str | None
+    """The name by which target_parameters can choose it; None: it cannot."""
+    experts: int = 0
+    """Number of experts of a fused tensor."""
+
+
+def _candidates(table: Mapping[str, WeightMapping]) -> list[_Candidate]:
+    """All of them, in model order, and fused tensors last."""
+    linear = {match[1]: mapping for name, mapping in table.items() if (match := _LINEAR.fullmatch(name))}
+    # peft 0.21 takes the names of an MLP's modules in a mixture of experts as those of all of its experts, which
+    # transformers 5 stores in one tensor (peft/utils/transformers_weight_conversion.py, _convert_peft_config_moe)
+    has_experts = any(".mlp.experts." in layer for layer in linear)
+    modules, stacks = [], []
+    for layer, weight in linear.items():
+        owner, is_expert, expert = layer.partition(".mlp.experts.")
+        names = list(dict.fromkeys(run.name.removesuffix(".weight") for part in weight.parts for run in part))
+        if not is_expert:
+            is_module = not has_experts or ".self_attention." in layer
+            for name in names:  # factors of a transposed parameter would be exchanged in peft
+                parameter = None if weight.transposed else f"{name}.weight"
+                modules.append(_Candidate(layer, weight, name, is_module, parameter))
+        elif expert.startswith("0."):
+            # transformers 5 has one name for the MLPs of all families
+            fused = EXPERTS[0] if expert == "0.linear_fc1" else EXPERTS[1]
+            name = f"{names[0].partition('.experts.')[0].rpartition('.')[0]}.mlp.experts.{fused}"
+            stack = f"{owner}{is_expert}{expert.removeprefix('0.')}"
+            count = sum(other.startswith(f"{owner}{is_expert}") and other.endswith("linear_fc1") for other in linear)
+            stacks.append(_Candidate(stack, weight, name, False, name, count))
+    return [*modules, *stacks]
+
+
 def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) -> list[AdaptedLayer]:
-    """The linear layers with adapters, in model order.
+    """The linear layers with adapters, in model order, and stacks of experts last.
 
     Args:
         table: the family's, global name of each parameter -> its Hugging Face tensors.
 
     Raises:
-        ConfigError: an entry of target_modules or exclude_modules, or a pattern of ranks or alphas, matches no module,
-            or one of modules_to_save a module that cannot be trained whole; a rank is larger than a decomposed weight.
+        ConfigError: an entry of target_modules, target_parameters or exclude_modules, or a pattern of ranks or alphas,
+            matches nothing, or one of modules_to_save a module that cannot be trained whole; a rank is larger than a
+            decomposed weight.
     """
-    linear = {match[1]: mapping for name, mapping in table.items() if (match := _LINEAR.fullmatch(name))}
-    by_parameter = {
-        name: [module for module in _module_names(mapping) if _is_named(f"{module}.weight", config.target_parameters)]
-        for name, mapping in linear.items()
-        if _has_parameter(name, mapping)
-    }
-    every = linear
-    if any(".mlp.experts." in name for name in linear):
-        # peft 0.21 takes the names of an MLP's modules in such a model as those of all of its experts, which
-        # transformers 5 stores in one tensor (peft/utils/transformers_weight_conversion.py, _convert_peft_config_moe)
-        linear = {name: mapping for name, mapping in linear.items() if ".self_attention." in name}
-    modules = [name for mapping in linear.values() for name in _module_names(mapping)]
-    experts = adapted_experts(table, config)
-    named = [f"{module}.weight" for of_layer in by_parameter.values() for module in of_layer]
-    _refuse_unmatched(config, modules, [*(layer.modules[0].name for layer in experts), *named])
+    candidates = _candidates(table)
+    _refuse_unmatched(config, candidates)
     _refuse_unsupported(table, config)
-    layers = []
-    for name, mapping in every.items():
-        names = _module_names(mapping) if name in linear else []
-        targets = tuple(_target(module, config) for module in names if _is_target(module, config))
-        targets += tuple(_parameter_target(module, config, targets) for module in by_parameter.get(name, ()))
-        for module in targets if config.decomposes_base else ():
-            _refuse_large_rank(module, mapping.shapes()[f"{module.name}.weight"], config)
-        if targets:
-            layers.append(AdaptedLayer(name, mapping, targets, dora=config.use_dora, decomposed=config.decomposes_base))
-    layers += experts
+    chosen = {candidate: target for candidate in candidates if (target := _target(candidate, config)) is not None}
+    names, layers = {candidate.name for candidate in chosen}, {}
+    for candidate, target in chosen.items():
+        if config.decomposes_base:
+            _refuse_large_rank(target, candidate.weight.shapes()[f"{target.name}.weight"])
+        owner, _, fused = target.name.rpartition(".")
+        nested = candidate.experts > 0 and fused == EXPERTS[0] and f"{owner}.{EXPERTS[1]}" in names
+        before = layers[candidate.layer].modules if candidate.layer in layers else ()
+        layers[candidate.layer] = AdaptedLayer(
+            candidate.layer,
+            candidate.weight,
+            (*before, target),
+            candidate.experts,
+            nested,
+            dora=config.use_dora,
+            decomposed=config.decomposes_base,
+        )
     if not layers:
         raise ConfigError("megatron_wrap.adapter: no linear layer remains; change target_modules or exclude_modules")
-    return layers
+    return list(layers.values())
 
 
-def adapted_experts(table: Mapping[str, WeightMapping], config: AdapterConfig) -> list[AdaptedLayer]:
-    """The stacks of experts that target_parameters name, by peft's rule: a name ends with an entry, after a dot."""
-    if not config.target_parameters:
-        return []
-    stacks: dict[str, tuple[str, WeightMapping]] = {}
-    for name, mapping in table.items():
-        if match := _FIRST_EXPERT.fullmatch(name):
-            # transformers 5 has one name for the MLPs of all families
-            owner = next(iter(mapping.shapes())).partition(".experts.")[0].rpartition(".")[0]
-            fused = EXPERTS[0] if match[2] == "linear_fc1" else EXPERTS[1]
-            stacks[f"{owner}.mlp.experts.{fused}"] = match[1] + match[2], mapping
-
-    weights = [
-        f"{module}.weight"
-        for name, mapping in table.items()
-        if (match := _LINEAR.fullmatch(name)) and _has_parameter(match[1], mapping)
-        for module in _module_names(mapping)
-    ]
-    for entry in config.target_parameters:
-        if not any(_is_named(name, (entry,)) for name in [*stacks, *weights]):
-            endings = sorted({f"mlp.experts.{name.rpartition('.')[2]}" for name in stacks})
-            endings += sorted({".".join(name.split(".")[-3:]) for name in weights})
-            raise no_match("megatron_wrap.adapter.target_parameters", entry, "weight of the model", endings)
-    chosen = [name for name in stacks if _is_named(name, config.target_parameters)]
-    layers = []
-    for name in chosen:
-        (ours, mapping), stem = stacks[name], name.rpartition(".")[0]
-        experts = ours.rpartition(".")[0] + "."
-        count = sum(other.startswith(experts) and other.endswith(".linear_fc1.weight") for other in table)
-        nested = name.endswith(EXPERTS[0]) and f"{stem}.{EXPERTS[1]}" in chosen
-        older = config.expert_files == "before_peft_0.19"
-        layers.append(AdaptedLayer(ours, mapping, (_target(name, config),), count, nested, before_019=older))
-    return layers
-
-
-def _has_parameter(layer: str, mapping: WeightMapping) -> bool:
-    """Whether peft's target_parameters can name the weights of a linear layer: not those of a fused expert, and not
-    transposed ones, whose factors peft would exchange."""
-    return ".mlp.experts." not in layer and not mapping.transposed
-
-
-def _is_named(name: str, entries: Iterable[str]) -> bool:
-    """peft's rule of target_parameters: a name ends with an entry, after a dot."""
-    return any(name == entry or name.endswith(f".{entry}") for entry in entries)
-
-
-def _parameter_target(module: str, config: AdapterConfig, others: Sequence[TargetModule]) -> TargetModule:
-    if any(other.name == module for other in others):
+def _target(candidate: _Candidate, config: AdapterConfig) -> TargetModule | None:
+    """The module with its rank and scale, which peft's patterns choose by the name that its options have chosen it by;
+    None: it has no adapter."""
+    by_module = candidate.is_module and _is_target(candidate.name, config)
+    by_parameter = candidate.parameter is not None and _is_named(candidate.parameter, config.target_parameters)
+    if by_module and by_parameter:
         raise ConfigError(
-            f"megatron_wrap.adapter: target_modules and target_parameters both name {module}; remove it from one of "
-            "the two"
+            f"megatron_wrap.adapter: target_modules and target_parameters both name {candidate.name}; remove it from "
+            "one of the two"
         )
-    return replace(_target(f"{module}.weight", config), name=module, is_parameter=True)
+    if not (by_module or by_parameter):
+        return None
+    name = str(candidate.parameter) if by_parameter else candidate.name
+    rank = _pattern_value(name, config.rank_pattern or {}, config.r)
+    alpha = _pattern_value(name, config.alpha_pattern or {}, config.lora_alpha)
+    scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    return TargetModule(candidate.name, rank, scale, is_parameter=by_parameter)
+
+
+def _refuse_large_rank(module: TargetModule, shape: Sequence[int]) -> None:
+    if module.rank > min(shape):
+        raise ConfigError(
+            f"megatron_wrap.adapter.init_lora_weights: pissa has at most {min(shape)} vectors of {module.name}, whose "
+            f"weight is {shape[0]} x {shape[1]}, and its rank is {module.rank}; write a smaller r, or one in "
+            "rank_pattern"
+        )
 
 
 def saved_parameters(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, WeightMapping]:
@@ -284,10 +267,12 @@ def saved_parameters(table: Mapping[str, WeightMapping], config: AdapterConfig) 
         ConfigError: an entry matches no module, or one that cannot be trained whole; lora_only means a part of a bias.
     """
     _refuse_unsupported(table, config)
+    # peft's rule (utils/other.py, _set_trainable): a name of a module ends with an entry, also within a word
     whole = {
         name: _renamed(mapping)
         for name, mapping in table.items()
-        if any(map(_is_saved(config), _owners(mapping))) or (name == HEAD and SCORE in mapping.shapes())
+        if any(owner.endswith(config.modules_to_save) for owner in _owners(mapping))
+        or (name == HEAD and SCORE in mapping.shapes())
     }
     both = sorted(whole.keys() & trained_rows(table, config).keys())
     if both:
@@ -318,11 +303,6 @@ def _trained_biases(table: Mapping[str, WeightMapping], config: AdapterConfig) -
     return trained
 
 
-def _is_saved(config: AdapterConfig) -> Callable[[str], bool]:
-    """peft's rule (utils/other.py, _set_trainable): a name of a module ends with an entry, also within a word."""
-    return lambda module: module.endswith(config.modules_to_save)
-
-
 def _owners(mapping: WeightMapping) -> list[str]:
     """The Hugging Face modules of a parameter's tensors."""
     return [name.rpartition(".")[0] for name in mapping.shapes()]
@@ -330,8 +310,7 @@ def _owners(mapping: WeightMapping) -> list[str]:
 
 def _refuse_unsupported(table: Mapping[str, WeightMapping], config: AdapterConfig) -> None:
     possible = {owner for name, mapping in table.items() if _WHOLE.fullmatch(name) for owner in _owners(mapping)}
-    names = {owner for mapping in table.values() for owner in _owners(mapping)}
-    parts = [name.split(".") for name in names]
+    parts = [owner.split(".") for mapping in table.values() for owner in _owners(mapping)]
     every = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
     (embedding,) = _owners(table[EMBEDDING])
     tied = {embedding, "lm_head"} if HEAD not in table else set()
@@ -378,9 +357,12 @@ def adapter_family(
     """The family of peft's folders for these layers: its parameters are the factors and the `saved_parameters`.
 
     Args:
-        converted: as of `AdaptedLayer.factors`.
+        converted: with `all_factors`, an adapter of the original base; False: with `factors`, of one that begins with
+            factors of the base and belongs to a changed one.
     """
-    factors = {name: mapping for layer in layers for name, mapping in layer.factors(converted).items()}
+    factors: dict[str, WeightMapping] = {}
+    for layer in layers:
+        factors |= layer.all_factors() if converted else layer.factors()
     return replace(
         family,
         parameters=lambda arch: {
@@ -400,43 +382,31 @@ def task_type(family: Family) -> str:
     return SEQUENCE_CLASSIFICATION if has_scalar_head(family) else "CAUSAL_LM"
 
 
-def peft_config(
-    layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str | None, task: str, converted: bool = True
-) -> dict[str, Any]:
-    """Content of adapter_config.json, from which peft.PeftModel builds the same adapters.
+def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str | None, task: str) -> dict[str, Any]:
+    """Content of adapter_config.json, from which peft.PeftModel builds the same adapters: of `all_factors`.
 
     Args:
         base: folder or hub id of the base model; None: unknown.
         task: peft's task type, from `task_type`.
-        converted: as of `AdaptedLayer.factors`.
     """
-    if config.decomposes_base and converted:
+    if config.decomposes_base:
         config = _of_twice_the_rank(config)
-    modules = [
-        module.name for layer in layers if not layer.experts for module in layer.modules if not module.is_parameter
-    ]
     head = [SCORE.removesuffix(".weight")] if task == SEQUENCE_CLASSIFICATION else []
-    saved = list(dict.fromkeys([*config.modules_to_save, *head]))
     return {
         "peft_type": "LORA",
+        "peft_version": PEFT_VERSION,
         "task_type": task,
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": config.r,
+        **{key: getattr(config, key) for key in _SAME_IN_PEFT},
         "lora_alpha": int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha,
-        "lora_dropout": config.lora_dropout,
-        "target_modules": modules,
+        "target_modules": [module.name for layer in layers for module in layer.modules if not module.is_parameter],
         "target_parameters": list(config.target_parameters) or None,
         "rank_pattern": dict(config.rank_pattern or {}),
         "alpha_pattern": dict(config.alpha_pattern or {}),
-        "use_rslora": config.use_rslora,
-        "use_dora": config.use_dora,
-        "init_lora_weights": config.init_lora_weights,
         "fan_in_fan_out": any(layer.weight.transposed for layer in layers),
-        "bias": config.bias,
-        "modules_to_save": saved or None,
+        "modules_to_save": list(dict.fromkeys([*config.modules_to_save, *head])) or None,
         "trainable_token_indices": as_in_peft(config),
-        "ensure_weight_tying": config.ensure_weight_tying,
     }
 
 
@@ -447,8 +417,8 @@ def _of_twice_the_rank(config: AdapterConfig) -> AdapterConfig:
         config,
         r=2 * config.r,
         lora_alpha=more * config.lora_alpha,
-        rank_pattern={pattern: 2 * rank for pattern, rank in (config.rank_pattern or {}).items()} or None,
-        alpha_pattern={pattern: more * alpha for pattern, alpha in (config.alpha_pattern or {}).items()} or None,
+        rank_pattern={pattern: 2 * rank for pattern, rank in (config.rank_pattern or {}).items()},
+        alpha_pattern={pattern: more * alpha for pattern, alpha in (config.alpha_pattern or {}).items()},
         init_lora_weights=True,
     )
 
@@ -463,11 +433,6 @@ def _renamed(mapping: WeightMapping, adapted: Container[str] = ()) -> WeightMapp
     return _with_runs(mapping, renamed)
 
 
-def _module_names(mapping: WeightMapping) -> list[str]:
-    names = (run.name.removesuffix(".weight") for part in mapping.parts for run in part)
-    return list(dict.fromkeys(names))
-
-
 def _is_target(module: str, config: AdapterConfig) -> bool:
     if _matches(module, config.exclude_modules):
         return False
@@ -475,71 +440,53 @@ def _is_target(module: str, config: AdapterConfig) -> bool:
         return True
     if not _matches(module, config.target_modules):
         return False
-    if not config.layers_to_transform:
-        return True
-    patterns = _texts(config.layers_pattern) or (r"[^.]*",)
-    match = next(filter(None, (_layer_number(module, pattern) for pattern in patterns)), None)
-    return match is not None and int(match["number"]) in config.layers_to_transform
-
-
-def _layer_number(module: str, pattern: str) -> re.Match[str] | None:
-    """peft's rule of layers_pattern (tuners/tuners_utils.py, check_target_module_exists); the group `number` is an
-    index."""
-    return re.match(rf"(?:^|.*?\.)(?:{pattern})\.(?P<number>\d+)\.", module)
-
-
-def _texts(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else value
+    # peft's rule (tuners/tuners_utils.py, check_target_module_exists)
+    number = re.match(r"(?:^|.*?\.)[^.]*\.(\d+)\.", module)
+    return not config.layers_to_transform or (number is not None and int(number[1]) in config.layers_to_transform)
 
 
 def _matches(module: str, patterns: str | Iterable[str]) -> bool:
     """peft's rule: a string is a regular expression for the whole name, a list has names or their endings."""
-    if isinstance(patterns, str):
-        return re.fullmatch(patterns, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in patterns)
+    return bool(re.fullmatch(patterns, module)) if isinstance(patterns, str) else _is_named(module, patterns)
 
 
-def _target(module: str, config: AdapterConfig) -> TargetModule:
-    rank = _pattern_value(module, config.rank_pattern or {}, config.r)
-    alpha = _pattern_value(module, config.alpha_pattern or {}, config.lora_alpha)
-    return TargetModule(module, rank, alpha / (math.sqrt(rank) if config.use_rslora else rank))
+def _is_named(name: str, entries: Iterable[str]) -> bool:
+    """peft's rule of lists: a name is an entry, or ends with one after a dot."""
+    return any(name == entry or name.endswith(f".{entry}") for entry in entries)
 
 
-def _pattern_value(module: str, patterns: Mapping[str, Number], default: Number) -> Number:
-    return next((value for pattern, value in patterns.items() if _matches_ending(module, pattern)), default)
+def _pattern_value(name: str, patterns: Mapping[str, Number], default: Number) -> Number:
+    return next((value for pattern, value in patterns.items() if _matches_ending(name, pattern)), default)
 
 
-def _matches_ending(module: str, pattern: str) -> bool:
+def _matches_ending(name: str, pattern: str) -> bool:
     """peft's rule of rank_pattern and alpha_pattern (utils/other.py, get_pattern_key)."""
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
-def _refuse_unmatched(config: AdapterConfig, modules: list[str], parameters: list[str]) -> None:
-    endings = sorted({name.rpartition(".")[2] for name in modules})
+def _refuse_unmatched(config: AdapterConfig, candidates: Sequence[_Candidate]) -> None:
+    """Refuse an entry of an option that matches no name."""
+    modules = [candidate.name for candidate in candidates if candidate.is_module]
+    parameters = [candidate.parameter for candidate in candidates if candidate.parameter is not None]
+    for entry in config.target_parameters:
+        if not any(_is_named(name, (entry,)) for name in parameters):
+            endings = sorted({".".join(name.split(".")[-3:]) for name in parameters})
+            raise no_match("megatron_wrap.adapter.target_parameters", entry, "weight of the model", endings)
+    unmatched: list[tuple[str, str]] = []
     for key in ("target_modules", "exclude_modules"):
         patterns = getattr(config, key)
-        if patterns == "all-linear":
-            continue
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            entry = pattern if isinstance(patterns, str) else (pattern,)
-            if not any(_matches(name, entry) for name in modules):
-                raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
-    for pattern in _texts(config.layers_pattern):
-        if not any(_layer_number(name, pattern) for name in modules):
-            lists = sorted({part for name in modules for part in re.findall(r"([^.]+)\.\d+\.", name)})
-            raise ConfigError(
-                f"megatron_wrap.adapter.layers_pattern: {pattern} is no list of layers of the model"
-                f"{did_you_mean(pattern, lists)}; possible is {', '.join(lists)}"
-            )
+        rules = {patterns: patterns} if isinstance(patterns, str) else {entry: (entry,) for entry in patterns}
+        for entry, rule in rules.items():
+            if entry != "all-linear" and not any(_matches(name, rule) for name in modules):
+                unmatched.append((key, entry))
+    adapted = [*modules, *(name for name in parameters if _is_named(name, config.target_parameters))]
     for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(config, key) or {}:
-            if not any(_matches_ending(name, pattern) for name in [*modules, *parameters]):
-                raise _unmatched(f"megatron_wrap.adapter.{key}", pattern, endings)
-
-
-def _unmatched(path: str, pattern: str, endings: list[str]) -> ConfigError:
-    return ConfigError(
-        f"{path}: {pattern} matches no linear layer of the model{did_you_mean(pattern, endings)}; its linear layers "
-        f"are {', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of experts, MLPs; "
-        "target_parameters adapts experts)"
-    )
+        patterns = getattr(config, key) or {}
+        unmatched += [(key, entry) for entry in patterns if not any(_matches_ending(name, entry) for name in adapted)]
+    for key, entry in unmatched:
+        endings = sorted({name.rpartition(".")[2] for name in modules})
+        raise ConfigError(
+            f"megatron_wrap.adapter.{key}: {entry} matches no linear layer of the model{did_you_mean(entry, endings)}; "
+            f"its linear layers are {', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of "
+            "experts, MLPs; target_parameters adapts experts)"
+        )

@@ -10,6 +10,11 @@ from typing import Any
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.config.schema.model import ArchConfig
 
+Config = Mapping[str, Any]
+"""Keys of a config.json, or of a part of it, and their values."""
+Values = dict[str, Any]
+"""Keys of `megatron_lm.model.arch`, or of a config.json that is written, and their values."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -19,10 +24,10 @@ class Family:
     model_type: str
     architecture: str
     """transformers' class of the causal language model, written into `architectures`."""
-    arch_values: Callable[[Mapping[str, Any]], dict[str, Any]]
+    arch_values: Callable[[Config], Values]
     """config.json -> keys of `megatron_lm.model.arch`, including further fields of Megatron-Core's TransformerConfig.
     Raises `UnsupportedModel` for values that Megatron-Core cannot express."""
-    config_values: Callable[[ArchConfig], dict[str, Any]]
+    config_values: Callable[[ArchConfig], Values]
     """Keys of `megatron_lm.model.arch` -> config.json, without the keys that every family has (`architectures`,
     `model_type`, `dtype`)."""
     parameters: Callable[[ArchConfig], dict[str, WeightMapping]]
@@ -35,7 +40,7 @@ class Family:
     """Patterns (full match) of tensors of model parts that are not built -> a warning for the user."""
     new_if_missing: tuple[str, ...] = ()
     """Tensors that a folder may lack; the model then keeps its initial weights of them."""
-    exported_values: Callable[[ArchConfig], Mapping[str, Any]] = lambda arch: {}
+    exported_values: Callable[[ArchConfig], Config] = lambda arch: {}
     """Values of an exported config.json that replace those of the original."""
     copies: Callable[[ArchConfig], Mapping[str, str]] = lambda arch: {}
     """Name of a further tensor -> the tensor of which it is a copy: written beside it, and not read."""

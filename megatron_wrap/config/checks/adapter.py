@@ -89,12 +89,10 @@ def _check_patterns(config: RunConfig) -> None:
     adapter = config.adapter
     if adapter.layers_to_transform and isinstance(adapter.target_modules, str):
         refuse(config, ["adapter.layers_to_transform"], "needs a list of target_modules, as in peft")
-    if adapter.layers_pattern and not adapter.layers_to_transform:
-        refuse(config, ["adapter.layers_pattern"], "needs layers_to_transform, the indices in that list, as in peft")
     for index in adapter.layers_to_transform:
         if not 0 <= index < config.arch.num_layers:
             refuse(config, ["adapter.layers_to_transform"], f"there is no layer {index} of {config.arch.num_layers}")
-    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         patterns = getattr(adapter, key) or ()
         for pattern in [patterns] if isinstance(patterns, str) else patterns if "pattern" in key else ():
             try:

@@ -173,8 +173,7 @@ NEEDS = (
     Need("adapter.use_dora", "arch.transformer_impl", ("auto", "torch")),
     Need("adapter.use_dora", "dtype.fp8", (None,)),
     *(
-        Need("adapter.init_lora_weights", f"adapter.{name}", (value,), kind, reason=reason)
-        for kind in ("pissa", "olora")
+        Need("adapter.init_lora_weights", f"adapter.{name}", (value,), "pissa", reason=reason)
         for name, value, reason in (
             ("target_parameters", (), "it decomposes linear layers, not those of fused experts, as in peft"),
             ("base_weights", "bf16", _OWN_VALUES),

@@ -322,9 +322,6 @@ class AdapterConfig:
     """Weights that get adapters, by endings of transformers' names: fused experts, one adapter for each expert, such as
     [mlp.experts.gate_up_proj, mlp.experts.down_proj], with experts_impl grouped_mm; and weights of linear layers, such
     as [shared_experts.down_proj.weight]. No dropout."""
-    expert_files: Literal["peft", "before_peft_0.19"] = "peft"
-    """Form of the factors of target_parameters in files that are read and written: peft's, or the older one that it
-    had before 0.19."""
     exclude_modules: str | tuple[str, ...] = ()
     """Modules of target_modules that get no adapter, in the same notation."""
     modules_to_save: tuple[str, ...] = ()
@@ -339,9 +336,6 @@ class AdapterConfig:
     """Train embedding and output layer of a model whose weights are tied as one matrix (modules_to_save)."""
     layers_to_transform: tuple[int, ...] = ()
     """Indices of the layers with adapters, from 0; []: all. Only with a list of target_modules."""
-    layers_pattern: str | tuple[str, ...] = ()
-    """Names of the lists that layers_to_transform counts in, such as layers or h; []: the first number of a module's
-    name."""
     rank_pattern: Mapping[str, int] | None = None
     """Regular expression of names of modules -> their rank instead of r; null: r for all."""
     alpha_pattern: Mapping[str, float] | None = None
@@ -350,11 +344,10 @@ class AdapterConfig:
     """Multiply by lora_alpha / sqrt(r) (rank-stabilized LoRA, arXiv:2312.03732)."""
     use_dora: bool = False
     """Train the norm of each row of the adapted weights as well (DoRA, arXiv:2402.09353); needs lora_dropout 0."""
-    init_lora_weights: bool | Literal["gaussian", "pissa", "olora"] = True
+    init_lora_weights: bool | Literal["gaussian", "pissa"] = True
     """true: A uniform within 1 / sqrt(inputs), B zero; gaussian: A normal with deviation 1 / r, B zero; pissa
-    (arXiv:2404.02948) and olora (arXiv:2406.01775): the largest singular vectors, or the first ones of a QR
-    decomposition, of each weight, whose product is taken from the base; false: B as A, so that an adapter is active
-    from the beginning, for tests."""
+    (arXiv:2404.02948): the largest singular vectors of each weight, whose product is taken from the base; false: B as
+    A, so that an adapter is active from the beginning, for tests."""
     loraplus_lr_ratio: float | None = key(None, above=0)
     """Learning rate of B over that of A (LoRA+, arXiv:2402.12354); null: equal."""
     others: Mapping[str, str] | None = None
@@ -373,4 +366,4 @@ class AdapterConfig:
     @property
     def decomposes_base(self) -> bool:
         """Whether the initial factors are those of the base's weights, and their product is taken from the base."""
-        return self.init_lora_weights in ("pissa", "olora")
+        return self.init_lora_weights == "pissa"

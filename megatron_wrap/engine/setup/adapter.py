@@ -117,7 +117,7 @@ def add_adapters(
     The factors depend only on the seed and their names, or on the whole weights, so all parallel layouts start equal.
 
     Args:
-        decompose: False leaves the factors of `init_lora_weights: pissa | olora` to a caller that loads a checkpoint.
+        decompose: False leaves the factors of `init_lora_weights: pissa` to a caller that loads a checkpoint.
     """
     chunk.requires_grad_(False)
     named, added = {layer.name: layer for layer in layers}, []
@@ -143,7 +143,7 @@ def adapter_parameters(
     chunk: torch.nn.Module, layers: list[AdaptedLayer], config: RunConfig
 ) -> Iterator[tuple[str, Tensor, Mapping]]:
     """Global name, tensor and mapping to peft's tensors of each factor of a bare model chunk; of each expert's too."""
-    table = {name: mapping for layer in layers for name, mapping in layer.factors().items()}
+    table = {name: mapping for layer in layers for name, mapping in layer.all_factors().items()}
     for parameter in _global_names(chunk, config):
         if parameter.name in table:
             yield parameter.name, parameter.of(parameter.tensor.detach()), table[parameter.name]
@@ -250,13 +250,13 @@ def _decompose(chunk: torch.nn.Module, layers: list[AdaptedLayer], config: RunCo
             continue
         for module in layer.modules:
             whole = _whole_weight(f"{module.name}.weight", weights[layer.name], layer, parallel)
-            a, b = initial_factors(whole, module, config.adapter.init_lora_weights == "pissa")
+            a, b = initial_factors(whole, module)
             for values in (a, b):  # of one rank: decompositions may differ between processors
                 broadcast_on(values, 0, parallel.tp.group)
                 broadcast_on(values, 0, parallel.dp_cp.group)
             stem = layer.file_stem(module)
             wholes = {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
-            for name, mapping in layer.factors(converted=False).items():
+            for name, mapping in layer.factors().items():
                 if wholes.keys() & mapping.shapes().keys():
                     initial = factors[name.replace(".lora_", ".initial_")]
                     for piece in local_pieces(name, factors[name], mapping, parallel):
@@ -277,13 +277,10 @@ def _whole_weight(name: str, weight: Tensor, layer: AdaptedLayer, parallel: Para
     return whole.t() if layer.weight.transposed else whole
 
 
-def initial_factors(weight: Tensor, module: TargetModule, pissa: bool) -> tuple[Tensor, Tensor]:
-    """peft's A [rank, inputs] and B [outputs, rank] of an fp32 weight [outputs, inputs] (LoraLayer.pissa_init,
-    olora_init): the largest singular vectors with the roots of the singular values, or the first vectors of QR.
+def initial_factors(weight: Tensor, module: TargetModule) -> tuple[Tensor, Tensor]:
+    """peft's A [rank, inputs] and B [outputs, rank] of an fp32 weight [outputs, inputs] (LoraLayer.pissa_init): the
+    largest singular vectors with the roots of the singular values.
     """
-    if not pissa:
-        q, r = torch.linalg.qr(weight)
-        return r[: module.rank].contiguous(), q[:, : module.rank].contiguous()
     left, values, right = torch.linalg.svd(weight, full_matrices=False)
     roots = (values[: module.rank] / module.scale).sqrt()
     return (roots[:, None] * right[: module.rank]).contiguous(), (left[:, : module.rank] * roots).contiguous()
@@ -300,8 +297,7 @@ def _fill(
         factor.zero_()
         return
     key = key_of(seed, next(iter(mapping.shapes())))
-    ((rows_of_file, columns),) = set(mapping.shapes().values())
-    inputs = rows_of_file if mapping.transposed else columns
+    ((_, columns),) = set(mapping.shapes().values())
     for piece in local_pieces(name, factor, mapping, parallel):
         (first_row, last_row), (first, last) = piece.region
         rows = torch.arange(first_row, last_row, device=factor.device)
@@ -310,5 +306,5 @@ def _fill(
             rank = factor.shape[0]
             values = normal(index + key) / rank
         else:
-            values = uniform(index + key) / math.sqrt(inputs)
+            values = uniform(index + key) / math.sqrt(columns)
         view_of(factor, piece, piece.region).copy_(values)

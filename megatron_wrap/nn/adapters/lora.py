@@ -77,8 +77,8 @@ class LinearAdapter(torch.nn.Module):
     arXiv:2402.09353, equation 5); no gradient flows through the norm that it replaces (section 4.3).
 
     With `decomposed` the initial factors are kept as the frozen parameters `initial_A_NAME` and `initial_B_NAME`, the
-    latter negative, and their product is added as well: the base is W - B0 A0 (PiSSA, Meng et al., arXiv:2404.02948;
-    OLoRA, Büyükakyüz, arXiv:2406.01775) while its weight stays W.
+    latter negative, and their product is added as well: the base is W - B0 A0 (PiSSA, Meng et al., arXiv:2404.02948)
+    while its weight stays W.
 
     Args:
         base: the linear layer; its `weight` is [outputs, inputs] on this rank.

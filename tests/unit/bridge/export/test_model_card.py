@@ -13,6 +13,7 @@ from megatron_wrap.bridge.export.training_record import TrainingRecord, command_
 RECORD = TrainingRecord(
     name="tuned",
     base_model="/home/someone/.cache/huggingface/hub/models--org--base/snapshots/0123abcd",
+    base_quantization=None,
     base_checkpoint=None,
     data=[
         {"use": "training", "path": "org/chats", "kind": "hub"},

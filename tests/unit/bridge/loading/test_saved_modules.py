@@ -39,9 +39,11 @@ def folder_with(folder: Path, **values: Any) -> Path:
         ),
         ({}, (f"{KEYS}.modules_to_save=[norm]",), r"is \[\] there and \[norm\] here"),
         ({"bias": "all"}, (), r"bias is all there and none here; write megatron_wrap\.adapter\.bias=all"),
-        ({"modules_to_save": ["q_proj"]}, (), "only embeddings, the output layer and norms"),
+        ({"trainable_token_indices": [5]}, (), r"is \[5\] there and \[\] here; write .*token_indices=\[5\]"),
+        ({"layers_pattern": "layers"}, (), "layers_pattern is .* cannot be loaded: .*delete it"),
+        ({"init_lora_weights": "olora"}, (), "olora and cannot be loaded: .*conversion"),
         ({"use_bdlora": {"nblocks": 2}}, (), "use_bdlora is .* cannot be loaded: factors are not block-diagonal"),
-        ({"init_lora_weights": "pissa"}, (), "pissa there and True here; write .*init_lora_weights=pissa"),
+        ({"init_lora_weights": "pissa"}, (), "pissa there and true here; write .*init_lora_weights=pissa"),
         ({"init_lora_weights": "pissa_niter_4"}, (), "pissa_niter_4 and cannot be loaded: .*conversion"),
     ],
 )
@@ -49,6 +51,15 @@ def test_a_folder_of_other_modules_is_refused(values, overrides, message, tmp_pa
     folder = folder_with(tmp_path, **values)
     config = load_run_config(CONFIG, (f"{KEYS}.__select__=lora", f"{KEYS}.path={folder}", *overrides))
     with pytest.raises(MegatronWrapError, match=message):
+        adapter_folder(config, layers_with_adapters(config))
+
+
+@pytest.mark.parametrize("version", [{}, {"peft_version": "0.18.1"}])
+def test_factors_of_experts_of_peft_before_0_19_are_refused(version, tmp_path):
+    folder = folder_with(tmp_path, target_parameters=["mlp.experts.down_proj"], **version)
+    keys = (f"{KEYS}.path={folder}", f"{KEYS}.target_parameters=[mlp.experts.down_proj]")
+    config = load_run_config(CONFIG.with_name("tiny-mixtral-sft.yaml"), (f"{KEYS}.__select__=lora", *keys))
+    with pytest.raises(MegatronWrapError, match=r"another form since 0\.19; merge it with that release"):
         adapter_folder(config, layers_with_adapters(config))
 
 

@@ -1,4 +1,4 @@
-"""The factors of experts in both forms of peft's files: the product of each expert's factors is that of peft."""
+"""The factors of experts in peft's files: the product of each expert's factors is that of peft."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from megatron_wrap.bridge.mapping import tensors as weights
 from megatron_wrap.bridge.mapping.expert_factors import expert_factors
 
 RANK, EXPERTS, HIDDEN, WIDTH = 3, 4, 5, 6
-EQUATION = {False: "ore,eri->eoi", True: "ore,eri->eio"}
-"""Of peft 0.19 and later, and of earlier versions (tuners/lora/layer.py, ParamWrapper.get_delta_weight)."""
+EQUATION = "ore,eri->eoi"
+"""tuners/lora/layer.py, ParamWrapper.get_delta_weight."""
 
 
-@pytest.mark.parametrize("before_019", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("gated", [True, False])
-def test_the_products_are_peft_s(before_019, size, gated):
+def test_the_products_are_peft_s(size, gated):
     weight = (
         weights.gated("gate", "up", WIDTH, HIDDEN) if gated else weights.row("down", HIDDEN, WIDTH)
     )  # each expert's own
     outputs, inputs = (2 * WIDTH, HIDDEN) if gated else (HIDDEN, WIDTH)
     ranks = range(size)
-    mappings = [expert_factors(weight, "x", RANK, expert, EXPERTS, before_019) for expert in range(EXPERTS)]
+    mappings = [expert_factors(weight, "x", RANK, expert, EXPERTS) for expert in range(EXPERTS)]
     shapes = {name: shape for pair in mappings for mapping in pair for name, shape in mapping.shapes().items()}
-    wide, tall = (outputs, inputs) if before_019 else (inputs, outputs)
-    assert shapes == {"x.lora_A.weight": (EXPERTS * RANK, wide), "x.lora_B.weight": (tall, RANK * EXPERTS)}
+    assert shapes == {"x.lora_A.weight": (EXPERTS * RANK, inputs), "x.lora_B.weight": (outputs, RANK * EXPERTS)}
 
     generator = numpy.random.default_rng(1)
     files = {name: generator.normal(size=shape) for name, shape in shapes.items()}
     read = {name: numpy.zeros(shape, int) for name, shape in shapes.items()}
-    a = files["x.lora_A.weight"].reshape(EXPERTS, RANK, wide)
-    b = files["x.lora_B.weight"].reshape(tall, RANK, EXPERTS)
-    expected = numpy.einsum(EQUATION[before_019], b, a)
+    a = files["x.lora_A.weight"].reshape(EXPERTS, RANK, inputs)
+    b = files["x.lora_B.weight"].reshape(outputs, RANK, EXPERTS)
+    expected = numpy.einsum(EQUATION, b, a)
     for expert, pair in enumerate(mappings):
         local = [[_local(mapping, files, read, rank, size) for rank in ranks] for mapping in pair]
         if gated:
@@ -48,9 +46,8 @@ def _local(mapping, files, read, rank, size):
     values = numpy.full(mapping.local_shape(size), numpy.nan)
     for piece in mapping.pieces(values.shape, rank, size):
         region = tuple(slice(*bounds) for bounds in piece.region)
-        part = files[piece.name][region]
         read[piece.name][region] += 1
-        values[tuple(slice(*bounds) for bounds in piece.local)] = part.T if piece.transposed else part
+        values[tuple(slice(*bounds) for bounds in piece.local)] = files[piece.name][region]
     return values
 
 

@@ -45,14 +45,15 @@ LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
         ),
         ((LORA, f"{KEYS}.layers_to_transform=[0]"), "needs a list of target_modules"),
         ((LORA, f"{KEYS}.layers_to_transform=[9]", f"{KEYS}.target_modules=[q_proj]"), "there is no layer 9 of 4"),
-        ((LORA, f"{KEYS}.layers_pattern=layers", f"{KEYS}.target_modules=[q_proj]"), "needs layers_to_transform"),
+        ((LORA, f"{KEYS}.layers_pattern=layers"), "layers_pattern: not supported.* delete this key"),
+        ((LORA, f"{KEYS}.init_lora_weights=olora"), "init_lora_weights: must be .*gaussian, pissa, not olora"),
         ((LORA, f"{KEYS}.rank_pattern={{q_proj: 1.5}}"), "q_proj must be a positive integer, not 1.5"),
         ((LORA, f"{KEYS}.target_modules='q_(proj'"), r"q_\(proj is not a regular expression"),
         ((LORA, f"{KEYS}.alpha_pattern={{'*x': 2}}"), r"\*x is not a regular expression"),
         ((LORA, f"{KEYS}.r=0"), "must be at least 1"),
         ((LORA, f"{KEYS}.use_dora=true", f"{KEYS}.lora_dropout=0.1"), "DoRA scales the base's output"),
         ((LORA, f"{KEYS}.init_lora_weights=pissa", f"{KEYS}.base_weights=fp8"), "needs the weights' own values"),
-        ((LORA, f"{KEYS}.init_lora_weights=olora", f"{KEYS}.use_dora=true"), "conversion .* loses DoRA's norms"),
+        ((LORA, f"{KEYS}.init_lora_weights=pissa", f"{KEYS}.use_dora=true"), "conversion .* loses DoRA's norms"),
         ((LORA, f"{KEYS}.use_dora=true", f"{KEYS}.base_weights=fp8"), "needs the weights' own values"),
         (
             (LORA, f"{KEYS}.base_weights=nf4", "megatron_lm.train.common.save=x"),
@@ -74,7 +75,6 @@ def test_a_contradiction_is_refused(overrides, message):
         ("target_modules=[lm_head]", "no adapters: output layer"),
         ("exclude_modules=[k_prj]", "exclude_modules: k_prj"),
         ("rank_pattern={gate: 3}", "rank_pattern: gate matches"),
-        ("layers_pattern=[layer]", "layers_pattern: layer is no list of layers of the model; did you mean layers"),
         ("exclude_modules=.*", "no linear layer remains"),
         ("modules_to_save=[embed_token]", "embed_token matches no module of the model; did you mean embed_tokens"),
         ("modules_to_save=[q_proj]", "q_proj matches model.layers.0.self_attn.q_proj; only embeddings"),
@@ -89,8 +89,8 @@ def test_a_pattern_that_matches_nothing_is_refused(override, message):
 
 
 def test_a_rank_above_the_size_of_a_decomposed_weight_is_refused():
-    large = (f"{KEYS}.init_lora_weights=olora", f"{KEYS}.rank_pattern={{v_proj: 4096}}")
-    with pytest.raises(ConfigError, match=r"olora has at most \d+ vectors of model.layers.0.self_attn.v_proj"):
+    large = (f"{KEYS}.init_lora_weights=pissa", f"{KEYS}.rank_pattern={{v_proj: 4096}}")
+    with pytest.raises(ConfigError, match=r"pissa has at most \d+ vectors of model.layers.0.self_attn.v_proj"):
         _adapted(load_run_config(CONFIG, (LORA, *large)))
 
 
@@ -170,7 +170,6 @@ def test_peft_s_rules_choose_the_modules():
         "target_modules": ["q_proj", "mlp.up_proj", "down_proj"],
         "exclude_modules": ["layers.2.mlp.up_proj"],
         "layers_to_transform": [1, 2],
-        "layers_pattern": "layers",
         "rank_pattern": {"q_proj": 3, r"layers\.2\.mlp\.down_proj": 5},
         "alpha_pattern": {"down_proj": 32},
         "modules_to_save": ["lm_head", "norm", "3.post_attention_layernorm"],
