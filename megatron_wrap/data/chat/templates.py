@@ -116,8 +116,9 @@ class _Renderer:
             if answer is None:  # also after Ctrl-C, or values that cannot be sent: a later answer is of no later call
                 self._child = None
                 connection.close()
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
+                with contextlib.suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+                    os.waitpid(process, 0)
         text, spans, error = answer
         if error is not None:
             raise ValueError(error)
@@ -158,9 +159,10 @@ def _serve(connection: Connection, parent: int, render: Callable[..., Any]) -> N
         if seconds is not None:
             signal.setitimer(signal.ITIMER_PROF, seconds)
         _limit_memory(num_bytes)
+        answer: tuple[str, list[Span], str | None]
         try:
             texts, spans = render(**arguments)
-            answer = texts[0], [tuple(span) for span in (spans or [[]])[0]], None
+            answer = texts[0], [(begin, end) for begin, end in (spans or [[]])[0]], None
         except MemoryError:
             return
         except Exception as error:  # a template is a program and can raise jinja's and Python's errors
