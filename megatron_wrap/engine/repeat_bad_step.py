@@ -141,6 +141,7 @@ def _passes_of_step(state: TrainingState, step: OpenStep, samples: Sequence[Any]
     else:  # a batch with its micro-batches carries them
         groups = loss_micro_batches(state, replica_micro_batches(state, samples), len(samples))
     local = [micro_batch for group in groups for micro_batch in group]
+    state.zero_gradients()  # once: their sum may be too large for its dtype
     return _gathered(_passed(state, step, number, micro_batch) for number, micro_batch in enumerate(local))
 
 
@@ -160,6 +161,7 @@ def _passes_of_samples(
         if state.micro_batching.packing:
             single = pack(single, state.micro_batching.pad_to_multiple_of)
         [local] = with_statistics(localized(state, [single] * _fillers(state))[:1], statistics)
+        state.zero_gradients()
         return local
 
     return _gathered(_passed(state, step, number, alone(index)) for number, index in enumerate(indices))
@@ -176,8 +178,8 @@ def _gathered(passes: Iterable[_Pass]) -> list[_Pass]:
 
 
 def _passed(state: TrainingState, step: OpenStep, number: int, micro_batch: MicroBatch) -> _Pass:
-    """Pass a micro-batch forward and backward, alone. Collective over the replica."""
-    state.zero_gradients()
+    """Pass a micro-batch forward and backward, alone; its gradients are added to those in the buffers. Collective over
+    the replica."""
     tied = not state.config.arch.untie_embeddings_and_output_weights
     watch = NonFiniteWatch(state.chunks, tied, (state.parallel.pp.size, state.parallel.pp.rank))
     sums, weights = MetricSums(state.platform.device), step.weights
