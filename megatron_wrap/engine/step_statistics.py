@@ -19,8 +19,6 @@ from megatron_wrap.parallel.collectives import broadcast_on, gather_objects, red
 
 INDICES = STEP_PREFIX + "indices"
 """Loss input [n] int64: the indices of the micro-batch's samples in the global batch."""
-OLD_INDICES = STEP_PREFIX + "places"
-"""The same under its older name."""
 
 
 def step_statistics(
@@ -57,11 +55,9 @@ def step_statistics(
     name = f"{type(flow).__name__}.reduce_step_values"
     if not isinstance(reduced, Mapping) or not all(isinstance(value, Tensor) for value in reduced.values()):
         raise FlowError(f"{name} must return a dictionary of tensors; return {{name: tensor}}")
-    reserved = {INDICES, OLD_INDICES} & {STEP_PREFIX + key for key in reduced}
-    if reserved:
-        raise FlowError(
-            f"{name} returns {min(reserved).removeprefix(STEP_PREFIX)!r}, the name of the samples' indices; rename it"
-        )
+    own = INDICES.removeprefix(STEP_PREFIX)
+    if own in reduced:
+        raise FlowError(f"{name} returns {own!r}, the name of the samples' indices; rename it")
     return {STEP_PREFIX + key: value for key, value in reduced.items()}
 
 
@@ -73,8 +69,8 @@ def with_statistics(micro_batches: Sequence[MicroBatch], statistics: Mapping[str
     completed = []
     for micro_batch in micro_batches:
         indices = torch.tensor(micro_batch.sample_indices, dtype=torch.long, device=device)
-        added = {**statistics, INDICES: indices, OLD_INDICES: indices}
-        completed.append(replace(micro_batch, loss_inputs={**micro_batch.loss_inputs, **added}))
+        loss_inputs = {**micro_batch.loss_inputs, **statistics, INDICES: indices}
+        completed.append(replace(micro_batch, loss_inputs=loss_inputs))
     return completed
 
 

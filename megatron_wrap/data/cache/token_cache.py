@@ -1,9 +1,7 @@
 """Prepared samples of one source on disk, with their lengths: written once, read by row in constant time.
 
-A cache is a folder named by a hash of everything that its content depends on. It is written under another name and
-renamed when it is complete, so processes and runs may share a parent folder. Nothing in it is executed when it is
-read. A damaged cache is written again: its small files are compared with their SHA-256 when it is opened, and each
-sample with its CRC-32 when it is read.
+A cache is a folder named by a hash of everything that its content depends on. Nothing in it is executed when it is
+read. Its small files are compared with their SHA-256 when it is opened, each sample with its CRC-32 when it is read.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,22 +21,19 @@ import numpy as np
 import torch
 
 from megatron_wrap.data.cache import sample_codec
+from megatron_wrap.data.cache.verified_folder import COMPLETE, write_unless_complete
 from megatron_wrap.data.order.usable_rows import Preparation
 from megatron_wrap.data.sources.rows import BadSample, Rows, converted
 from megatron_wrap.errors import DataError
 from megatron_wrap.utils.atomic_write import named_write_errors
 from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.file_lock import locked
 from megatron_wrap.utils.pools.processes import ProcessPool
 from megatron_wrap.utils.progress import tracked
 
 _FORMAT = 2
-"""1: pickled samples, which are not read."""
 _CHUNK = 64
 """Rows that a process prepares at a time."""
 _KEY, _SAMPLES, _ENDS, _LENGTHS, _LENGTH_ENDS = "key.json", "samples.bin", "ends.npy", "lengths.npy", "length_ends.npy"
-_COMPLETE = "complete.json"
-"""The size of the samples' file and the SHA-256 of the others."""
 
 
 class Entry(NamedTuple):
@@ -90,7 +84,7 @@ class TokenCache:
             "next run writes the cache again"
         )
         with contextlib.suppress(OSError):  # of another user, or done by another process
-            (self._folder / _COMPLETE).unlink()
+            (self._folder / COMPLETE).unlink()
 
     def lengths(self, row: int) -> tuple[int, ...] | None:
         """Tokens of each sequence of a row's sample; None if the row cannot be used."""
@@ -122,29 +116,15 @@ def open_cache(
     """
     name = hashlib.sha256(json.dumps([_FORMAT, key], sort_keys=True, default=str).encode()).hexdigest()[:32]
     folder = Path(parent).expanduser() / name
-    if _damage(folder) is not None:
-        with named_write_errors(f"megatron_wrap.data.cache_dir {parent}", "give another folder, or null", DataError):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with locked(folder.parent / f".{name}.lock", "writes the tokenized cache"):
-                damage = _damage(folder)
-                if damage is not None:
-                    if folder.is_dir():
-                        logger.warning_all_ranks(f"the tokenized cache {folder} is damaged ({damage}); written again")
-                        _remove(folder)
-                    _remove_leftovers(folder)
-                    _write(folder, key, rows(), preparation, skip_bad, processes)
+
+    def write(partial: Path) -> None:
+        opened = rows()
+        _write_content(partial, opened, _entries(opened, preparation, skip_bad, processes))
+        (partial / _KEY).write_text(json.dumps(key, indent=1, sort_keys=True, default=str) + "\n", "utf-8")
+
+    with named_write_errors(f"megatron_wrap.data.cache_dir {parent}", "give another folder, or null", DataError):
+        write_unless_complete(folder, "the tokenized cache", write, by_size=(_SAMPLES,), check=_wrong_arrays)
     return TokenCache(folder)
-
-
-def _damage(folder: Path) -> str | None:
-    """Why a cache cannot be used, as text; None if it can."""
-    try:
-        recorded = json.loads((folder / _COMPLETE).read_text("utf-8"))
-        actual = _record(folder)
-        changed = next((name for name in actual if actual[name] != recorded.get(name)), None)
-        return f"{changed} has changed" if changed is not None else _wrong_arrays(folder)
-    except (OSError, ValueError, AttributeError) as error:
-        return str(error)
 
 
 def _wrong_arrays(folder: Path) -> str | None:
@@ -155,46 +135,6 @@ def _wrong_arrays(folder: Path) -> str | None:
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
             return f"{name} is not an array of {np.dtype(dtype).name}"
     return None if len(arrays[_ENDS]) == len(arrays[_LENGTH_ENDS]) else f"{_LENGTH_ENDS} has another length"
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """What `complete.json` contains."""
-    digests = {
-        name: hashlib.sha256(np.memmap(folder / name, mode="r").data).hexdigest()
-        for name in (_ENDS, _LENGTHS, _LENGTH_ENDS)
-    }
-    return {**digests, _SAMPLES: (folder / _SAMPLES).stat().st_size}
-
-
-def _remove(folder: Path) -> None:
-    """Remove a damaged cache, which other processes may still read."""
-    hidden = folder.parent / f".{folder.name}.{os.getpid()}.{os.uname().nodename}.partial"
-    folder.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove partial folders of the same cache from killed processes of this machine."""
-    for left in folder.parent.glob(f".{folder.name}.*.{os.uname().nodename}.partial"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _write(
-    folder: Path, key: Mapping[str, Any], rows: Rows, preparation: Preparation, skip_bad: bool, processes: int
-) -> None:
-    partial = folder.parent / f".{folder.name}.{os.getpid()}.{os.uname().nodename}.partial"
-    partial.mkdir()
-    try:
-        _write_content(partial, rows, _entries(rows, preparation, skip_bad, processes))
-        (partial / _KEY).write_text(json.dumps(key, indent=1, sort_keys=True, default=str) + "\n", "utf-8")
-        (partial / _COMPLETE).write_text(json.dumps(_record(partial)), "utf-8")
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was first
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_content(folder: Path, rows: Rows, entries: Iterator[Entry]) -> None:

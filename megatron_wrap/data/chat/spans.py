@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megatron_wrap.data.chat.template_limits import check_text
+from megatron_wrap.data.chat.text_limits import check_text
 from megatron_wrap.data.chat.tokenizer import is_failure
 from megatron_wrap.errors import DataError
 

@@ -3,10 +3,7 @@ opened by all others from a cache; the only file here that imports Megatron-Core
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
 from megatron_wrap.data.order.stream import SourceRow
-from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.platform.megatron_core.dataset_helpers import arrays_without_pickle
-from megatron_wrap.utils.atomic_write import write_atomically
 from megatron_wrap.utils.dist_logger import logger
-
-_COMPLETE = "complete.json"
-"""The CRC-32 of each other file of a cache, by name; written last."""
 
 
 class Vocabulary:
@@ -80,42 +72,15 @@ def open_splits(settings: dict[str, Any], sizes: Sequence[int | None], cache: Pa
     return splits
 
 
-def damage(cache: Path) -> str | None:
-    """Why a folder cannot be used instead of `write_cache`, as text; None if it can."""
-    try:
-        recorded = json.loads((cache / _COMPLETE).read_text(encoding="utf-8"))
-        if not isinstance(recorded, dict):
-            return f"{_COMPLETE} has no checksums"
-        for name, checksum in recorded.items():
-            problem = leaves_folder(cache, name)
-            if problem is not None:
-                return f"{_COMPLETE} {problem}"
-            if _checksum(cache / name) != checksum:
-                return f"{name} has changed"
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _checksum(path: Path) -> int:
-    return zlib.crc32(np.memmap(path, mode="r").data)
-
-
-def write_cache(splits: Sequence[Any], cache: Path) -> None:
-    """Write the indices of data sets that were built in memory, under the names that Megatron-Core reads, into a new
-    folder."""
-    if cache.exists():
-        shutil.rmtree(cache)
-    cache.mkdir(parents=True)
-    names: list[str] = []
+def write_cache(splits: Sequence[Any], folder: Path) -> None:
+    """Write the indices of data sets that were built in memory into a folder, under the names that Megatron-Core
+    reads."""
     for top in (split for split in splits if split is not None):
-        parts = [*top.datasets, top] if isinstance(top, BlendedDataset) else [top]
-        for part in parts:
-            names += _write_indices(part, cache)
-    write_atomically(cache / _COMPLETE, json.dumps({name: _checksum(cache / name) for name in names}))
+        for part in [*top.datasets, top] if isinstance(top, BlendedDataset) else [top]:
+            _write_indices(part, folder)
 
 
-def _write_indices(part: Any, cache: Path) -> list[str]:
+def _write_indices(part: Any, folder: Path) -> None:
     split: Any
     arrays: tuple[str, ...]
     if isinstance(part, BlendedDataset):
@@ -124,9 +89,8 @@ def _write_indices(part: Any, cache: Path) -> list[str]:
         split, arrays = part.index_split, ("document_index", "sample_index", "shuffle_index")
     base = f"{part.unique_description_hash}-{type(part).__name__}-{split.name}"
     for name in arrays:
-        np.save(cache / f"{base}-{name}.npy", getattr(part, name))
-    (cache / f"{base}-description.txt").write_text(part.unique_description, encoding="utf-8")
-    return [f"{base}-{name}.npy" for name in arrays] + [f"{base}-description.txt"]
+        np.save(folder / f"{base}-{name}.npy", getattr(part, name))
+    (folder / f"{base}-description.txt").write_text(part.unique_description, encoding="utf-8")
 
 
 def source_row(split: Any, index: int) -> SourceRow:

@@ -17,6 +17,7 @@ from megatron_wrap.config.checks.vocabulary import check_token_ids
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.data.cache.verified_folder import write_unless_complete
 from megatron_wrap.data.chat.tokenizer import end_token_id
 from megatron_wrap.data.indexed.index_files import (
     IndexFile,
@@ -32,8 +33,6 @@ from megatron_wrap.data.sources.rows import Sample
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.utils.atomic_write import named_write_errors
-from megatron_wrap.utils.dist_logger import logger
-from megatron_wrap.utils.file_lock import locked
 
 _SPLITS = ("training", "validation", "test")
 _TRAINING, _VALIDATION = 0, 1
@@ -260,30 +259,22 @@ class _Opener:
         key = {**self._settings, **blend, "sizes": list(sizes), "vocabulary": [self._vocab_size, eod]}
         cache = self._cache(key, files)
         with named_write_errors(f"{_KEYS}.cache_dir: the index {cache}", "give a folder that is writable", DataError):
-            if megatron_datasets.damage(cache) is not None:
-                cache.parent.mkdir(parents=True, exist_ok=True)
-                with locked(cache.parent / f".{cache.name}.lock", "builds the index"):
-                    self._build(settings, sizes, files, cache)
+            write_unless_complete(cache, "the index", lambda folder: self._build(settings, sizes, files, folder))
         return megatron_datasets.open_splits(settings, sizes, cache)
 
     def _build(
-        self, settings: dict[str, Any], sizes: Sequence[int | None], files: Sequence[IndexFile], cache: Path
+        self, settings: dict[str, Any], sizes: Sequence[int | None], files: Sequence[IndexFile], folder: Path
     ) -> None:
-        """Write the cache, unless another process was first."""
+        """Write the files of the cache."""
         from megatron_wrap.data.indexed import megatron_datasets
         from megatron_wrap.platform.megatron_core.dataset_helpers import with_dataset_helpers
 
-        damage = megatron_datasets.damage(cache)
-        if damage is None:
-            return
-        if cache.exists():
-            logger.warning_all_ranks(f"the index in {cache} is damaged ({damage}); it is built again")
-        megatron_datasets.log_here(f"building the index in {cache}: {_described(files)}")
+        megatron_datasets.log_here(f"building the index in {folder.parent}: {_described(files)}")
         for index in files:
             check_content(index)
         with with_dataset_helpers():
             datasets = megatron_datasets.open_splits(settings, sizes, None)
-        megatron_datasets.write_cache(datasets, cache)
+        megatron_datasets.write_cache(datasets, folder)
 
     def _cache(self, key: Mapping[str, Any], files: Sequence[IndexFile]) -> Path:
         """The folder of the index of these files in their present state."""

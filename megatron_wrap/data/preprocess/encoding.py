@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wrap.data.chat.template_limits import lone_surrogate
+from megatron_wrap.data.chat.text_limits import lone_surrogate
 from megatron_wrap.data.chat.tokenizer import end_token_id
 from megatron_wrap.data.indexed.index_writer import Documents, token_dtype
 from megatron_wrap.data.preprocess.documents import Batch, Texts, texts_of

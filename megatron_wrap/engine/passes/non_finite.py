@@ -1,4 +1,4 @@
-"""Finds the first value of a pass that is nan or infinite: hooks on all modules, for a step that is repeated."""
+"""Finds the first value of the pass of one micro-batch that is nan or infinite: hooks on all modules."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_wrap.engine.batches.micro_batch import MicroBatch
-from megatron_wrap.engine.passes.loss import ModelOutput
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.initial_weights import global_module_names, global_names
 from megatron_wrap.ops.deferred_logits import DeferredLogits, chunks_of
 from megatron_wrap.platform.megatron_core.first_gradients import zero_if_stale
 
 _FORWARD, _LOSS, _BACKWARD, _WEIGHTS = range(4)
-"""Parts of a micro-batch's pass, in their order."""
+"""Parts of the pass, in their order."""
 
 
 @dataclass(frozen=True)
 class NonFinite:
     """The first value of one part of a micro-batch's pass, on this rank, that is nan or infinite."""
 
-    micro_batch: int
-    """Its index among the micro-batches of this process's replica."""
     part: int
     """Forward pass, loss, backward pass, or gradients of the weights."""
     stage: int
@@ -77,8 +73,8 @@ def non_finite_parameters(chunks: Sequence[nn.Module], tied: bool) -> list[str]:
 
 
 class NonFiniteWatch:
-    """Records the first non-finite value of each part of each micro-batch's pass, while it is `attached`. Each value
-    that is checked waits for the device. No communication.
+    """Records the first non-finite value of each part of the pass of one micro-batch, while it is `attached`. Each
+    value that is checked waits for the device. No communication.
 
     Args:
         chunks: this process's model chunks, in Megatron-Core's wrappers.
@@ -98,36 +94,19 @@ class NonFiniteWatch:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The hooks are on the modules within the context."""
+        """The hooks are on the modules within the context, which ends after the backward pass."""
         with ExitStack() as hooks:
             for chunk in self._chunks:
                 for handle in chunk.hooks():
                     hooks.enter_context(handle)
             yield
         for chunk in self._chunks:
-            chunk.ends()
+            chunk.check_weights()
 
-    def watched(
-        self, loss: Callable[[MicroBatch, ModelOutput], Tensor], local: Sequence[MicroBatch]
-    ) -> Callable[[MicroBatch, ModelOutput], Tensor]:
-        """The loss function of the pass, checked.
-
-        Args:
-            local: the micro-batches of the pass.
-        """
-
-        def checked(micro_batch: MicroBatch, output: ModelOutput) -> Tensor:
-            value = loss(micro_batch, output)
-            index = next(index for index, other in enumerate(local) if other is micro_batch)
-            outputs = output if isinstance(output, tuple) else (output,)
-            if any(isinstance(logits, DeferredLogits) for logits in outputs) and value.requires_grad:
-                # before the loss adds to the gradient of the output weight
-                _on_gradient(value, lambda _: self._chunks[-1].backward_begins(index))
-            if not is_finite(value):
-                self._losses.append(NonFinite(index, _LOSS, 0, 0, ""))
-            return value
-
-        return checked
+    def check_loss(self, loss: Tensor) -> None:
+        """Record the loss if it is not finite."""
+        if not is_finite(loss):
+            self._losses.append(NonFinite(_LOSS, 0, 0, ""))
 
     @property
     def values(self) -> list[NonFinite]:
@@ -141,41 +120,32 @@ class _ChunkWatch:
     def __init__(self, model: nn.Module, tied: bool, forward_stage: int, backward_stage: int) -> None:
         self._model, self._tied = model, tied
         self._stages = {_FORWARD: forward_stage, _BACKWARD: backward_stage, _WEIGHTS: backward_stage}
-        self.first: dict[tuple[int, int], NonFinite] = {}
-        """(part, micro-batch) -> its first value."""
-        self._checked: Counter[tuple[int, int]] = Counter()
-        self._started = 0
-        """Forward passes that have begun: micro-batch n is the n-th of them."""
-        self._current = 0
-        """The micro-batch in whose forward or backward pass a module is called, or called again by recomputation."""
-        self._in_backward: int | None = None
-        """The micro-batch whose gradients are being added to those of the weights."""
+        self.first: dict[int, NonFinite] = {}
+        """Part -> its first value."""
+        self._checked: Counter[int] = Counter()
         self._last: Tensor | None = None
         """The gradient that was recorded last, until the modules that take its tensor have been named."""
 
     def hooks(self) -> list[Any]:
-        handles: list[Any] = [self._model.register_forward_pre_hook(self._begins)]
+        handles: list[Any] = []
         for module, name in global_module_names(self._model).items():
             handles.append(module.register_forward_pre_hook(self._input_hook(name), with_kwargs=True))
             handles.append(module.register_forward_hook(self._output_hook(module, name)))
         return handles
 
-    def ends(self) -> None:
-        """The last backward pass is complete."""
-        if self._in_backward is not None:
-            self._check_weights(self._in_backward)
-            self._in_backward = None
-
-    def _begins(self, module: nn.Module, arguments: Any) -> None:
-        self._current = self._started
-        self._started += 1
+    def check_weights(self) -> None:
+        """After the backward pass."""
+        for named in global_names(self._model, self._tied):
+            gradient = getattr(named.tensor, "main_grad", None)
+            if gradient is not None:
+                zero_if_stale(gradient)
+                self._check(_WEIGHTS, named.name, named.of(gradient))
 
     def _input_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
-            micro_batch = self._current
             for tensor in _tensors((arguments, keywords)):
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    _on_gradient(tensor, lambda gradient: self._returned(micro_batch, name, gradient))
+                    _on_gradient(tensor, partial(self._returned, name))
 
         return hook
 
@@ -183,67 +153,49 @@ class _ChunkWatch:
         is_whole = module is self._model
 
         def hook(module: nn.Module, arguments: Any, outputs: Any) -> None:
-            micro_batch = self._current
             for tensor in _tensors(outputs):
-                self._check(_FORWARD, micro_batch, name, tensor)
-                if tensor.requires_grad and torch.is_grad_enabled():
-                    arrived = partial(self._arrived, micro_batch, name)
-                    if isinstance(tensor, DeferredLogits):
-                        if not is_whole:  # both are outputs of the same hidden states
-                            continue
-                        tensor = tensor.hidden  # the loss does not reach the logits
-                        arrived = partial(arrived, is_deferred=True)
-                    if is_whole:
-                        _on_gradient(tensor, lambda gradient: self.backward_begins(micro_batch))
-                    _on_gradient(tensor, arrived)
+                self._check(_FORWARD, name, tensor)
+                if not tensor.requires_grad or not torch.is_grad_enabled():
+                    continue
+                is_deferred = isinstance(tensor, DeferredLogits)
+                if is_deferred and not is_whole:  # both are outputs of the same hidden states
+                    continue
+                # the loss does not reach deferred logits
+                reached = tensor.hidden if isinstance(tensor, DeferredLogits) else tensor
+                _on_gradient(reached, partial(self._arrived, name, is_deferred=is_deferred))
 
         return hook
 
-    def backward_begins(self, micro_batch: int) -> None:
-        """Of a micro-batch; that of the one before is complete."""
-        if self._in_backward != micro_batch:
-            self.ends()
-        self._current = self._in_backward = micro_batch
-
-    def _arrived(self, micro_batch: int, name: str, gradient: Tensor, is_deferred: bool = False) -> None:
+    def _arrived(self, name: str, gradient: Tensor, is_deferred: bool) -> None:
         """The gradient of a module's output; of deferred logits, that of their hidden states, which the output layer
         passes on as it is."""
-        first = self.first.get((_BACKWARD, micro_batch))
+        first = self.first.get(_BACKWARD)
         if first is None:
-            self._check(_BACKWARD, micro_batch, name, gradient)
+            self._check(_BACKWARD, name, gradient)
             if not is_deferred:
-                self._remember(micro_batch, gradient)
+                self._remember(gradient)
         elif first.returned_by or not self._is_remembered(gradient):
             self._last = None
 
-    def _returned(self, micro_batch: int, name: str, gradient: Tensor) -> None:
+    def _returned(self, name: str, gradient: Tensor) -> None:
         """The gradient of a module's input. Hooks of a tensor run in the order in which they were registered: first
         those of the module whose output it is, then those of the modules that take it, the innermost last."""
-        key = _BACKWARD, micro_batch
-        if key not in self.first:
-            self._check(_BACKWARD, micro_batch, name, gradient)
-            self._remember(micro_batch, gradient)
-        if key in self.first and self._is_remembered(gradient):
-            self.first[key] = replace(self.first[key], returned_by=name)
+        if _BACKWARD not in self.first:
+            self._check(_BACKWARD, name, gradient)
+            self._remember(gradient)
+        if _BACKWARD in self.first and self._is_remembered(gradient):
+            self.first[_BACKWARD] = replace(self.first[_BACKWARD], returned_by=name)
 
-    def _remember(self, micro_batch: int, gradient: Tensor) -> None:
-        self._last = gradient if (_BACKWARD, micro_batch) in self.first else None
+    def _remember(self, gradient: Tensor) -> None:
+        self._last = gradient if _BACKWARD in self.first else None
 
     def _is_remembered(self, gradient: Tensor) -> bool:
         return self._last is not None and self._last.data_ptr() == gradient.data_ptr()
 
-    def _check_weights(self, micro_batch: int) -> None:
-        for named in global_names(self._model, self._tied):
-            gradient = getattr(named.tensor, "main_grad", None)
-            if gradient is not None:
-                zero_if_stale(gradient)
-                self._check(_WEIGHTS, micro_batch, named.name, named.of(gradient))
-
-    def _check(self, part: int, micro_batch: int, name: str, value: Tensor) -> None:
-        key = part, micro_batch
-        self._checked[key] += 1
-        if key not in self.first and not is_finite(value):
-            self.first[key] = NonFinite(micro_batch, part, self._stages[part], self._checked[key], name)
+    def _check(self, part: int, name: str, value: Tensor) -> None:
+        self._checked[part] += 1
+        if part not in self.first and not is_finite(value):
+            self.first[part] = NonFinite(part, self._stages[part], self._checked[part], name)
 
 
 def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:

@@ -30,12 +30,11 @@ def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) ->
         return flow.prepare_sample
     stored = PrecomputedOutputs(settings.precomputed)
     expected = facts_of(flow, config)
-    recorded = {_VOCAB_SIZE: expected[_VOCAB_SIZE], **stored.facts}  # earlier versions did not record it
     for name, value in expected.items():
-        if recorded.get(name) != value:
+        if stored.facts.get(name) != value:
             raise ConfigError(
                 f"{config.models.path}: the outputs in {stored.folder} were computed with another {name}: "
-                f"{recorded.get(name)} there and {value} here; run megatron-wrap precompute with this "
+                f"{stored.facts.get(name)} there and {value} here; run megatron-wrap precompute with this "
                 f"configuration, or set {name} back"
             )
     models = config.models

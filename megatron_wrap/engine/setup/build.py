@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -56,6 +54,7 @@ from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.platform.megatron_core.added_gradients import sum_over_ranks
 from megatron_wrap.platform.megatron_core.versions import accepts, version
 from megatron_wrap.utils.dist_logger import logger
+from megatron_wrap.utils.garbage import delayed_collection
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -236,19 +235,7 @@ def predicted_ids(config: RunConfig, common_vocab_size: int | None) -> int | Non
     return common_vocab_size if is_teacher else None
 
 
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """No search for reference cycles: the many new objects of a model would start one of all that was imported."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collections()
+@delayed_collection()  # the many new objects of a model would start one of all that was imported
 def build_chunks(
     config: RunConfig,
     platform: Platform,

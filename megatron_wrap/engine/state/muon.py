@@ -4,7 +4,7 @@ model."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,12 +96,8 @@ class Muon(torch.optim.Optimizer):
                     self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter; returns the result of `closure`. Collective over all axes of the layouts."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]
+        """Update every parameter. Collective over all axes of the layouts."""
         self.allocate_state()
         pairs = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         parameters = [parameter for parameter, _ in pairs if parameter.grad is not None]
@@ -122,7 +118,6 @@ class Muon(torch.optim.Optimizer):
                 broadcast_on(update, owners[parameter], layout.replicas.group)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.sub_(update * (self._ratios(parameter, layout) * group["lr"]))
-        return loss
 
     def _direction(self, parameter: Tensor) -> Tensor:
         """The momentum after this gradient, with Nesterov's correction; a shard. Updates the state."""

@@ -30,6 +30,11 @@ CONVERSATIONS = {
 }
 
 
+def learned(tokenizer, tokens):
+    """The text of the tokens with a loss."""
+    return tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
+
+
 def expected(tokenizer, messages):
     """transformers' ids and assistant mask for a tokenizer whose template has generation blocks."""
     result = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -53,8 +58,7 @@ def test_mask_equals_transformers_with_and_without_generation_blocks(make_tokeni
 def test_mask_covers_only_the_answer_and_its_end_token(make_tokenizer):
     tokenizer = make_tokenizer(chat_templates.unmarked(chat_templates.CHATML))
     tokens = tokenize_chat(tokenizer, CONVERSATIONS["many turns"])
-    with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
-    assert with_loss == "Fine.\n\nVery well.\n<|im_end|>naïve 🦙🦙 \n x<|im_end|>Hello<|im_end|>"
+    assert learned(tokenizer, tokens) == "Fine.\n\nVery well.\n<|im_end|>naïve 🦙🦙 \n x<|im_end|>Hello<|im_end|>"
 
 
 def test_token_across_the_boundary_belongs_to_the_assistant(make_tokenizer):
@@ -144,8 +148,8 @@ def test_python_tokenizer_gives_the_same_mask(conversation):
     messages = CONVERSATIONS[conversation]
     tokens = tokenize_chat(tokenizer, messages)
     assert tokens.input_ids == tokenizer.apply_chat_template(messages)["input_ids"]
-    with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
-    assert with_loss == "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
+    answers = [m["content"] for m in messages if m["role"] == "assistant"]
+    assert learned(tokenizer, tokens) == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
 def test_tools_and_tool_messages(make_tokenizer):
@@ -160,8 +164,7 @@ def test_tools_and_tool_messages(make_tokenizer):
     ]
     tokens = encode_sample(tokenizer, {"messages": messages, "tools": tools})
     assert tokens.input_ids == tokenizer.apply_chat_template(messages, tools=tools)["input_ids"]
-    with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
-    assert with_loss == "add<|im_end|>Fine.<|im_end|>"
+    assert learned(tokenizer, tokens) == "add<|im_end|>Fine.<|im_end|>"
 
 
 def test_assistant_can_start_and_have_consecutive_turns(make_tokenizer):
@@ -180,23 +183,13 @@ def test_template_that_drops_earlier_thoughts_has_the_mask_of_what_it_shows(make
     messages = [turn("user", "Hi"), turn("assistant", "hm</think>Hello"), turn("user", "?"), turn("assistant", "Fine.")]
     tokens = tokenize_chat(tokenizer, messages)
     assert tokens.input_ids == tokenizer.apply_chat_template(messages)["input_ids"]
-    with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
-    assert with_loss == "Hello<|im_end|>Fine.<|im_end|>"
+    assert learned(tokenizer, tokens) == "Hello<|im_end|>Fine.<|im_end|>"
 
 
 def test_token_that_closes_the_conversation_has_a_loss_only_at_its_end(make_tokenizer):
     tokenizer = make_tokenizer(chat_templates.unmarked(chat_templates.CHATML) + "{{ eos_token }}")
     tokens = tokenize_chat(tokenizer, CONVERSATIONS["many turns"][:4])
-    with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
-    assert with_loss == "Fine.\n\nVery well.\n<|im_end|>naïve 🦙🦙 \n x<|im_end|>\n</s>"
-
-
-def test_template_that_numbers_turns_from_the_end_is_refused_with_a_hint(make_tokenizer):
-    template = chat_templates.unmarked(chat_templates.CHATML).replace(
-        "message.role + '", "message.role ~ loop.revindex + '"
-    )
-    with pytest.raises(DataError, match=r"message 1 .*generation prompt.*\{% generation %\}"):
-        tokenize_chat(make_tokenizer(template), CONVERSATIONS["many turns"])
+    assert learned(tokenizer, tokens) == "Fine.\n\nVery well.\n<|im_end|>naïve 🦙🦙 \n x<|im_end|>\n</s>"
 
 
 @pytest.mark.parametrize("template", [chat_templates.CHATML, chat_templates.unmarked(chat_templates.CHATML)])
@@ -205,7 +198,7 @@ def test_loss_on_the_last_assistant_s_turn_or_on_all_tokens(make_tokenizer, temp
     for name, end in (("many turns", "Hello<|im_end|>"), ("ends with the user", "Fine.<|im_end|>")):
         sample = {"messages": CONVERSATIONS[name]}
         last = encode_sample(tokenizer, sample, loss_on="last_assistant")
-        assert tokenizer.decode([i for i, m in zip(last.input_ids, last.loss_mask, strict=True) if m]) == end
+        assert learned(tokenizer, last) == end
         assert encode_sample(tokenizer, sample, loss_on="all") == ChatTokens(last.input_ids, [1] * len(last))
     assert not any(encode_sample(tokenizer, {"messages": [turn("user", "Hi")]}, loss_on="last_assistant").loss_mask)
 
@@ -215,7 +208,7 @@ def test_messages_of_weight_0_have_no_loss(make_tokenizer, template):
     """OpenAI's format for fine-tuning: weight 0 or 1 on an assistant's message."""
     tokenizer = make_tokenizer(template)
 
-    def learned(*weights, loss_on="assistant"):
+    def with_weights(*weights, loss_on="assistant"):
         remaining = iter(weights)
         messages = [
             {**message, "weight": next(remaining)} if message["role"] == "assistant" else message
@@ -223,16 +216,16 @@ def test_messages_of_weight_0_have_no_loss(make_tokenizer, template):
         ]
         tokens = encode_sample(tokenizer, {"messages": messages}, loss_on)
         assert tokens.input_ids == tokenizer.apply_chat_template(CONVERSATIONS["many turns"])["input_ids"]
-        return tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
+        return learned(tokenizer, tokens)
 
     first, second, third = "Fine.\n\nVery well.\n<|im_end|>", "naïve 🦙🦙 \n x<|im_end|>", "Hello<|im_end|>"
-    assert learned(1, None, 1) == first + second + third
-    assert learned(0, 1, 1) == second + third
-    assert learned(1, 0, 1) == first + third
-    assert learned(1, 1, 0) == first + second
-    assert learned(0, 0, 0) == learned(1, 1, 0, loss_on="last_assistant") == ""
+    assert with_weights(1, None, 1) == first + second + third
+    assert with_weights(0, 1, 1) == second + third
+    assert with_weights(1, 0, 1) == first + third
+    assert with_weights(1, 1, 0) == first + second
+    assert with_weights(0, 0, 0) == with_weights(1, 1, 0, loss_on="last_assistant") == ""
     with pytest.raises(DataError, match=r'message 3 has "weight" 0\.5'):
-        learned(1, 0.5, 1)
+        with_weights(1, 0.5, 1)
 
 
 def test_weights_are_finite_numbers_of_at_least_0():
@@ -246,18 +239,27 @@ def test_weights_are_finite_numbers_of_at_least_0():
             encode_sample(None, {**sample, "weight": wrong})
 
 
-def test_generation_prompt_that_does_not_start_a_turn_is_refused(make_tokenizer):
-    template = chat_templates.unmarked(chat_templates.CHATML).replace("assistant\\n' }}{% endif", "bot\\n' }}{% endif")
-    with pytest.raises(DataError, match=r"message 1 .*generation prompt.*\{% generation %\}"):
-        tokenize_chat(make_tokenizer(template), CONVERSATIONS["one turn"])
+PLAIN = chat_templates.unmarked(chat_templates.CHATML)
+NO_BOUNDARIES = r"message 1 .*generation prompt.*\{% generation %\}"
 
 
-def test_generation_blocks_without_assistant_turns_are_refused(make_tokenizer):
-    template = "{% if false %}{% generation %}{% endgeneration %}{% endif %}" + chat_templates.unmarked(
-        chat_templates.CHATML
-    )
-    with pytest.raises(DataError, match=r"generation blocks .*\{% generation %\}"):
-        tokenize_chat(make_tokenizer(template), CONVERSATIONS["one turn"])
+@pytest.mark.parametrize(
+    ("template", "conversation", "message"),
+    [
+        # turns numbered from the end
+        (PLAIN.replace("message.role + '", "message.role ~ loop.revindex + '"), "many turns", NO_BOUNDARIES),
+        (PLAIN.replace("assistant\\n' }}{% endif", "bot\\n' }}{% endif"), "one turn", NO_BOUNDARIES),
+        (
+            "{% if false %}{% generation %}{% endgeneration %}{% endif %}" + PLAIN,
+            "one turn",
+            r"generation blocks .*\{% generation %\}",
+        ),
+        (None, "one turn", r"chat_template\.jinja"),
+    ],
+)
+def test_templates_without_boundaries_of_turns_are_refused_with_a_hint(make_tokenizer, template, conversation, message):
+    with pytest.raises(DataError, match=message):
+        tokenize_chat(make_tokenizer(template), CONVERSATIONS[conversation])
 
 
 @pytest.mark.parametrize(
@@ -273,11 +275,6 @@ def test_generation_blocks_without_assistant_turns_are_refused(make_tokenizer):
 def test_malformed_conversations_are_refused(make_tokenizer, messages, message):
     with pytest.raises(DataError, match=message):
         tokenize_chat(make_tokenizer(chat_templates.LLAMA2), messages)
-
-
-def test_missing_chat_template_is_refused(make_tokenizer):
-    with pytest.raises(DataError, match=r"chat_template\.jinja"):
-        tokenize_chat(make_tokenizer(None), CONVERSATIONS["one turn"])
 
 
 def test_plain_text_and_prompt_with_completion(make_tokenizer):
@@ -315,8 +312,7 @@ def test_prompt_and_completion_as_messages(make_tokenizer):
         tokenizer = make_tokenizer(template)
         tokens = encode_sample(tokenizer, {"prompt": messages[:5], "completion": messages[5:]})
         assert tokens.input_ids == tokenizer.apply_chat_template(messages)["input_ids"]
-        with_loss = tokenizer.decode([i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m])
-        assert with_loss == "Hello<|im_end|>"
+        assert learned(tokenizer, tokens) == "Hello<|im_end|>"
 
 
 def test_tokenized_samples_are_unchanged():

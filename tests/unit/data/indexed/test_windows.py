@@ -173,7 +173,8 @@ def test_the_index_is_built_once_and_again_for_other_files(folder, tmp_path, mon
     write_documents(tmp_path / "own", random_documents(60, 5))  # the same name with other tokens
     actual = first_tokens()
     assert len(written) == 2
-    next(written[1].glob("*document_index.npy")).unlink()  # a damaged cache
+    for document_index in (tmp_path / "cache").glob("*/*document_index.npy"):  # a damaged cache
+        document_index.unlink()
     numpy.testing.assert_array_equal(first_tokens(), actual)
     assert len(written) == 3
 
@@ -278,40 +279,44 @@ def test_numpy_instead_of_the_extension():
         numpy.testing.assert_array_equal(pairs[0], pairs[1])
 
 
-def wrong_file(folder: Path, case: str) -> tuple[str, list[str]]:
-    """A prefix with a mistake, and what the error contains."""
-    prefix = write_documents(folder / "wrong", random_documents(20, 6))
+def cut(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+WRONG_FILES = {
+    "truncated bin": (lambda tokens, index: cut(tokens, 10), "{0}", ["{0}.bin: {2} bytes", "{1} in all", "truncated"]),
+    "truncated idx": (lambda tokens, index: cut(index, 4), "{0}", ["{0}.idx", "truncated"]),
+    "another dtype": (
+        lambda tokens, index: index.write_bytes(index.read_bytes()[:17] + bytes([4]) + index.read_bytes()[18:]),
+        "{0}",
+        ["{0}.bin: 2 bytes", "int32 of 4"],
+    ),
+    "no index": (
+        lambda tokens, index: index.write_bytes(b"PK\x03\x04" + bytes(40)),
+        "{0}",
+        ["{0}.idx: not an index"],
+    ),
+    "missing": (lambda *_: None, "{0}g", ["wrongg.bin", "did you mean {0}.bin"]),
+    "ending": (lambda *_: None, "{0}.bin", ["give the prefix {0}, without .bin"]),
+    "empty documents": (
+        lambda tokens, index: write_documents(tokens.with_suffix(""), [[] for _ in range(20)]),
+        "{0}",
+        ["all 20 documents are empty"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FILES)
+def test_a_wrong_file_is_one_error(tmp_path, case):
+    prefix = write_documents(tmp_path / "wrong", random_documents(20, 6))
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     size = tokens.stat().st_size
-    if case == "truncated bin":
-        tokens.write_bytes(tokens.read_bytes()[:-10])
-        return prefix, [f"{prefix}.bin: {size - 10} bytes", f"{size} in all", "truncated"]
-    if case == "truncated idx":
-        index.write_bytes(index.read_bytes()[:-4])
-        return prefix, [f"{prefix}.idx", "truncated"]
-    if case == "another dtype":
-        index.write_bytes(index.read_bytes()[:17] + bytes([4]) + index.read_bytes()[18:])
-        return prefix, [f"{prefix}.bin: 2 bytes", "int32 of 4"]
-    if case == "no index":
-        index.write_bytes(b"PK\x03\x04" + bytes(40))
-        return prefix, [f"{prefix}.idx: not an index"]
-    if case == "missing":
-        return str(folder / "wrnog"), [f"{folder}/wrnog.bin", f"did you mean {prefix}.bin"]
-    if case == "ending":
-        return f"{prefix}.bin", [f"give the prefix {prefix}, without .bin"]
-    write_documents(folder / "wrong", [[] for _ in range(20)])
-    return prefix, ["all 20 documents are empty"]
-
-
-@pytest.mark.parametrize(
-    "case", ["truncated bin", "truncated idx", "another dtype", "no index", "missing", "ending", "empty documents"]
-)
-def test_a_wrong_file_is_one_error(tmp_path, case):
-    prefix, words = wrong_file(tmp_path, case)
+    spoil, path, words = WRONG_FILES[case]
+    spoil(tokens, index)
     with pytest.raises(DataError) as error:
-        check_indices(run(f"{DATA}.train={prefix}"))
+        check_indices(run(f"{DATA}.train={path.format(prefix)}"))
     for word in words:
-        assert word in str(error.value)
+        assert word.format(prefix, size, size - 10) in str(error.value)
 
 
 def columns_of(prefix: str) -> list[numpy.ndarray]:
@@ -423,16 +428,17 @@ def test_files_of_another_tokenizer_are_refused_before_the_first_window(folder, 
         open_indexed(config, VOCAB, tokenizer)
 
 
-def test_documents_need_their_last_token(folder):
-    overrides = (f"{DATA}.train={folder}/a", f"{DATA}.eod_token=null", f"{DATA}.eod_mask_loss=true")
-    with pytest.raises(ConfigError, match=r"data\.eod_mask_loss: true needs the token that ends a document"):
+@pytest.mark.parametrize(
+    ("token", "error", "words"),
+    [
+        ("null", ConfigError, r"data\.eod_mask_loss: true needs the token that ends a document"),
+        ("1", DataError, r"/a: none of its first documents ends with token 1.*--append-eod"),
+    ],
+)
+def test_documents_are_separated_by_their_last_token(folder, token, error, words):
+    overrides = (f"{DATA}.train={folder}/a", f"{DATA}.eod_token={token}", f"{DATA}.eod_mask_loss=true")
+    with pytest.raises(error, match=words):
         open_indexed(run(*overrides), VOCAB, None)
-
-
-def test_documents_without_their_last_token_cannot_be_separated(folder):
-    config = run(f"{DATA}.train={folder}/a", f"{DATA}.eod_token=1", f"{DATA}.eod_mask_loss=true")
-    with pytest.raises(DataError, match=r"/a: none of its first documents ends with token 1.*--append-eod"):
-        open_indexed(config, VOCAB, None)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,23 @@ def test_a_broken_contract_is_refused(change, message):
         collate(Flow(change), SAMPLES, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("flow", "samples", "error", "message"),
+    [
+        (Flow(), [[1] * 9, [2]], FlowError, r"9 tokens.*megatron_lm\.train\.common\.seq_length 8"),
+        *((Flow(), [ids, [3]], DataError, r"^a: Flow: .*vocabulary.* 0 to 15") for ids in ([16], [1, 40], [-1])),
+        (Flow(), [[3], [1, 40]], DataError, r"^b: Flow: input_ids has the token id 40"),
+        *(
+            (Flow(weight=weight), SAMPLES, FlowError, r"get_loss_weight.*finite")
+            for weight in (-1.0, float("nan"), float("inf"), {"a": -2.0}, "many", torch.ones(2))
+        ),
+    ],
+)
+def test_lengths_ids_and_weights_are_compared_with_what_a_run_can_use(flow, samples, error, message):
+    with pytest.raises(error, match=message):
+        collate(flow, samples, seed=0, name_of=["a", "b"].__getitem__)
+
+
 def test_a_flow_must_take_exactly_micro_batch_size_samples():
     class Greedy(Flow):
         def collate_data_micro_batch(self, iterator: Any) -> Any:
@@ -150,22 +167,6 @@ def test_try_flow_compares_the_terms_of_two_micro_batches():
         try_flow(ByContent(), named(SAMPLES), seed=0)
     with pytest.raises(DataError, match=r"^row 2: Flow: input_ids has the token id 16"):
         try_flow(Flow(), named([[1], [2], [16]]), seed=0)
-
-
-def test_sequences_beyond_seq_length_are_refused():
-    with pytest.raises(FlowError, match=r"9 tokens.*megatron_lm\.train\.common\.seq_length 8"):
-        collate(Flow(), [[1] * 9, [2]], seed=0)
-
-
-@pytest.mark.parametrize("ids", [[16], [1, 40], [-1]])
-def test_ids_outside_the_vocabulary_are_refused(ids):
-    with pytest.raises(DataError, match=r"vocabulary.* 0 to 15"):
-        collate(Flow(), [ids, [3]], seed=0)
-
-
-def test_the_sample_with_an_id_outside_the_vocabulary_is_named():
-    with pytest.raises(DataError, match=r"^b: Flow: input_ids has the token id 40"):
-        collate(Flow(), [[3], [1, 40]], seed=0, name_of=["a", "b"].__getitem__)
 
 
 def with_field(name: str, values: list[list[int]], mask: list[list[float]] | None = None) -> Any:
@@ -226,12 +227,6 @@ def test_ids_that_the_reference_model_lacks_are_refused():
     collate(flow, [[11]], seed=0)
     with pytest.raises(DataError, match=r"token id 12, .* 0 to 11"):
         collate(flow, [[12]], seed=0)
-
-
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), {"a": -2.0}, "many", torch.ones(2)])
-def test_a_weight_must_be_finite_and_not_negative(weight):
-    with pytest.raises(FlowError, match=r"get_loss_weight.*finite"):
-        collate(Flow(weight=weight), SAMPLES, seed=0)
 
 
 def test_without_a_loss_mask_a_micro_batch_has_the_default_weight_1():
