@@ -45,7 +45,8 @@ def complete() -> None:
         for action in command._actions:
             if action.nargs == "*":  # of which argparse expects none after an option
                 action.nargs = "+"
-    autocomplete(program, always_complete_options=False, default_completer=_complete_argument)
+    completer: Any = _complete_argument  # as argcomplete documents: any function of these parameters
+    autocomplete(program, always_complete_options=False, default_completer=completer)
 
 
 def _complete_argument(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **_: object) -> list[str]:

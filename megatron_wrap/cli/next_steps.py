@@ -36,10 +36,11 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
     def add(comment: str, text: str) -> None:
         lines.extend([f"  # {comment}", f"  {text}"])
 
-    if config.train.save is None:
+    checkpoints = config.train.save
+    if checkpoints is None:
         save = f"{_TRAIN}save={os.path.join(output_dir(config), 'checkpoints')}"
         add("train again and save checkpoints", _train(config, [*command, save]))
-    elif _succeeds(lambda: find_checkpoint(config.train.save)):
+    elif _succeeds(lambda: find_checkpoint(checkpoints)):
         if evaluates and derived.evaluation_set_names(config):
             add("evaluate the checkpoint: no steps are left, so nothing is trained", _train(config, command))
         key, last = _doubled(config)
@@ -52,12 +53,12 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
             merged = ["--merge"] if config.adapter.adapter_type != "none" else []
             add(
                 "export to a Hugging Face folder",
-                _shell("megatron-wrap", "export-hf", config.train.save, folder, *merged),
+                _shell("megatron-wrap", "export-hf", checkpoints, folder, *merged),
             )
         if config.data.tokenizer is not None and not derived.has_value_head(config):
             add(
                 "let the model answer or complete what you type; Ctrl-D ends",
-                _shell("megatron-wrap", "chat", config.train.save),
+                _shell("megatron-wrap", "chat", checkpoints),
             )
     metrics, events = Path(output_dir(config), "metrics.jsonl"), tensorboard_dir(config)
     if metrics.is_file():

@@ -108,7 +108,7 @@ class AdaptedLayer:
         if not self.decomposed:
             return table
         initial = {
-            name.replace(".lora_", ".initial_"): replace(mapping, other_start=mapping.other)
+            name.replace(".lora_", ".initial_"): replace(mapping, other_start=mapping.other or 0)
             for name, mapping in table.items()
         }
         return {**table, **initial}
@@ -207,7 +207,8 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     _refuse_unmatched(config, candidates)
     _refuse_unsupported(table, config)
     chosen = {candidate: target for candidate in candidates if (target := _target(candidate, config)) is not None}
-    names, layers = {candidate.name for candidate in chosen}, {}
+    names = {candidate.name for candidate in chosen}
+    layers: dict[str, AdaptedLayer] = {}
     for candidate, target in chosen.items():
         if config.decomposes_base:
             _refuse_large_rank(target, candidate.weight.shapes()[f"{target.name}.weight"])

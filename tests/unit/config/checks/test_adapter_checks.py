@@ -46,7 +46,10 @@ LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
         ((LORA, f"{KEYS}.layers_to_transform=[0]"), "needs a list of target_modules"),
         ((LORA, f"{KEYS}.layers_to_transform=[9]", f"{KEYS}.target_modules=[q_proj]"), "there is no layer 9 of 4"),
         ((LORA, f"{KEYS}.layers_pattern=layers"), "layers_pattern: not supported.* delete this key"),
-        ((LORA, f"{KEYS}.init_lora_weights=olora"), "init_lora_weights: must be .*gaussian, pissa, not olora"),
+        (
+            (LORA, f"{KEYS}.init_lora_weights=olora"),
+            "init_lora_weights: must be .*gaussian, pissa, not the string 'olora'",
+        ),
         ((LORA, f"{KEYS}.rank_pattern={{q_proj: 1.5}}"), "q_proj must be a positive integer, not 1.5"),
         ((LORA, f"{KEYS}.target_modules='q_(proj'"), r"q_\(proj is not a regular expression"),
         ((LORA, f"{KEYS}.alpha_pattern={{'*x': 2}}"), r"\*x is not a regular expression"),
