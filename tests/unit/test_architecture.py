@@ -51,7 +51,6 @@ LOADED_BY_VARIABLE = {
 """Files outside platform/ that load a module whose name is a variable -> why the layers hold nevertheless."""
 
 NAMED_BY_VARIABLE = {
-    "bridge/mapping/__init__.py",  # the former path of functions
     "ops/__init__.py",  # its public functions
     "engine/verify.py",  # transformers' class of a family, which its older releases lack
 }

@@ -16,6 +16,7 @@ from megatron_wrap.bridge.mapping.tensors import Run
 from megatron_wrap.bridge.mapping.token_rows import EMBEDDING, as_in_peft, no_match, row_factors, trained_rows
 from megatron_wrap.bridge.mapping.value_model import HEAD, SCORE, has_scalar_head
 from megatron_wrap.config.schema.model import AdapterConfig
+from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.errors import ConfigError, did_you_mean
 
 Number = TypeVar("Number", int, float)
@@ -487,7 +488,8 @@ def _refuse_unmatched(config: AdapterConfig, candidates: Sequence[_Candidate]) -
     for key, entry in unmatched:
         endings = sorted({name.rpartition(".")[2] for name in modules})
         raise ConfigError(
-            f"megatron_wrap.adapter.{key}: {entry} matches no linear layer of the model{did_you_mean(entry, endings)}; "
+            f"{SECTION_PATHS['adapter']}.{key}: {entry} matches no linear layer of the model"
+            f"{did_you_mean(entry, endings)}; "
             f"its linear layers are {', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of "
             "experts, MLPs; target_parameters adapts experts)"
         )
