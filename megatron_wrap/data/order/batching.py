@@ -48,7 +48,7 @@ class Cursor:
     @classmethod
     def of(cls, consumed: int, saved: Mapping[str, Any]) -> Cursor:
         """The cursor from the number of consumed samples and `saved` values. {}: no row was left out and none is
-        waiting, as in an older checkpoint."""
+        waiting."""
         waiting = tuple(tuple(map(int, positions)) for positions in saved.get("waiting", ()))
         return cls(consumed, int(saved.get("ahead", 0)), waiting, int(saved.get("windows", 0)))
 
