@@ -172,7 +172,7 @@ def common_entries(progress: Progress, best: BestEvaluation) -> dict[str, Any]:
 
 
 def saved_best(common: dict[str, Any]) -> BestEvaluation:
-    """The best evaluation of a checkpoint's run; an older checkpoint has none."""
+    """The best evaluation of a checkpoint's run; a checkpoint of Megatron-LM has none."""
     return BestEvaluation(**common.get("best_evaluation", {}))
 
 
