@@ -1,5 +1,4 @@
-"""What happens to a step whose loss or gradient is not finite, or whose loss is a spike, and to batches without a
-trained token."""
+"""Handles steps whose loss or gradient is not finite or whose loss is a spike, and batches without a trained token."""
 
 from __future__ import annotations
 
@@ -17,9 +16,10 @@ from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.utils.dist_logger import logger
 
 _SIGMA = 1.4826
-"""Standard deviations of a normal distribution in its median absolute deviation."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 _LEAST_SPREAD = 1e-3
-"""Of the median: losses that hardly differ are no measure of a spike."""
+"""Smallest robust spread of the recent losses, as a share of their median: losses that hardly differ are no measure of
+a spike."""
 _SKIP = "megatron_wrap.bad_steps.on_bad_step: skip leaves such steps out"
 _NON_FINITE_HINT = (
     f"lower the learning rate or inspect the batch; {_SKIP}, megatron_lm.train.common.check_for_nan_in_loss_and_grad: "
@@ -40,24 +40,24 @@ class BadStep(TrainingError):
     def __init__(self, message: str, positions: Sequence[int], metrics: Mapping[str, float]) -> None:
         super().__init__(message)
         self.metrics = dict(metrics)
-        """Its loss and norm of the gradient."""
+        """The loss and the gradient norm of the step."""
         self.positions = list(positions)
-        """Of its samples in the order of the training data; empty: they are not known."""
+        """Positions of the step's samples in the order of the training data; empty if they are not known."""
 
 
 class Spike(NamedTuple):
     """A loss far above those before it."""
 
     median: float
-    """Of the losses before."""
+    """Median of the recent losses."""
     deviations: float
-    """By how many robust standard deviations it is larger."""
+    """Distance of the loss above the median, in robust standard deviations."""
 
 
 def spike(state: TrainingState, loss: float) -> Spike | None:
-    """Whether the loss of a step is a spike, by `megatron_wrap.bad_steps`: its distance from the median of the losses
-    before, in units of 1.4826 times their median absolute deviation, at least a thousandth of the median. The same on
-    every rank."""
+    """The spike that the loss of a step is, by `megatron_wrap.bad_steps`; None if it is none. The measure is the
+    distance above the median of the recent losses, in units of 1.4826 times their median absolute deviation, at least a
+    thousandth of the median. The same on every rank."""
     settings, recent = state.config.bad_steps, state.progress.recent_losses
     if settings.spike_threshold is None or len(recent) < settings.spike_window or not math.isfinite(loss):
         return None
@@ -68,7 +68,7 @@ def spike(state: TrainingState, loss: float) -> Spike | None:
 
 
 def record_good_step(state: TrainingState, loss: float) -> None:
-    """The step's update was made."""
+    """Record the loss of a step whose update was made, and end the row of bad steps."""
     state.bad_steps_in_a_row = 0
     settings, recent = state.config.bad_steps, state.progress.recent_losses
     if settings.spike_threshold is not None:
@@ -77,11 +77,11 @@ def record_good_step(state: TrainingState, loss: float) -> None:
 
 
 def refuse_or_skip(state: TrainingState, step: OpenStep, loss: float, grad_norm: float) -> None:
-    """Find the cause of a non-finite loss or gradient, or of a spike; refuse the step, or count it and warn, as
+    """Find the cause of a non-finite loss or gradient, or of a spike. Then refuse the step, or count it and warn, as
     `megatron_wrap.bad_steps` defines. Collective; all ranks decide alike.
 
     Args:
-        step: its parameters are not updated.
+        step: the bad step, before the update.
         loss, grad_norm: the same on every rank; at least one is not finite, or the loss is a spike.
 
     Raises:
@@ -108,7 +108,7 @@ def refuse_or_skip(state: TrainingState, step: OpenStep, loss: float, grad_norm:
 
 
 def _problem(state: TrainingState, step: OpenStep, loss: float, grad_norm: float) -> tuple[str, str]:
-    """What is wrong with the step and its cause; and what to do. Collective."""
+    """The problem of the step with its cause, and the advice, as texts. Collective."""
     number, values = state.progress.iteration + 1, {"loss": loss, "grad_norm": grad_norm}
     non_finite = " and ".join(name for name, value in values.items() if not math.isfinite(value))
     if non_finite:

@@ -63,7 +63,7 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
 
 @contextmanager
 def with_adapter(state: TrainingState, name: str | None) -> Iterator[None]:
-    """Within the context the model computes with the adapter of this name, or without any. Collective.
+    """Context in which the model computes with the adapter of this name, or without any adapter. Collective.
 
     Raises:
         ConfigError: there is no such adapter.
@@ -142,7 +142,7 @@ def _batches(state: TrainingState, samples: Sequence[Any]) -> Iterator[tuple[int
 
 
 def _names(name_of: Callable[[int], str] | None, start: int) -> Callable[[int], str] | None:
-    """`name_of` for the samples from `start` on."""
+    """The function `name_of` for the samples from `start` on."""
     return None if name_of is None else lambda index: name_of(start + index)
 
 

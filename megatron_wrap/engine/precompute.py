@@ -25,11 +25,11 @@ def precompute(
     """Store the outputs of the flow's `calculate_outputs` for each sample, with the weights of `state`. Collective.
 
     Args:
-        samples: (FILE:ROW, sample or the DataError of a row that cannot be read), the same on every rank; one that
-            comes again is computed once.
+        samples: (FILE:ROW, sample or the DataError of a row that cannot be read), the same on every rank; equal samples
+            are computed once.
         folder: on a file system that rank 0 sees.
         role: "reference" or "teacher", the prefix of the names.
-        skip_bad: leave rows out that cannot be used.
+        skip_bad: leave out rows that cannot be used.
 
     Returns:
         The number of samples stored.
@@ -69,7 +69,7 @@ def _store(state: TrainingState, batch: list[_Usable], writer: list[PrecomputedW
 
 
 def _array(tensor: Tensor) -> numpy.ndarray:
-    """On the CPU, with a floating point type as fp32."""
+    """The tensor as an array on the CPU, floating-point values in fp32."""
     array: numpy.ndarray = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
     return array
 
@@ -78,9 +78,9 @@ class _Usable(NamedTuple):
     """A sample that the flow accepts."""
 
     key: bytes
-    """Its hash."""
+    """Hash of the sample."""
     where: str
-    """`FILE:ROW`."""
+    """Origin of the sample, `FILE:ROW`."""
     sample: Any
 
 

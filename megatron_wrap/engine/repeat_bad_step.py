@@ -1,5 +1,5 @@
-"""The cause of a bad step: its micro-batches are passed again, one at a time, and all values are checked; then the
-samples of one of them."""
+"""Finds the cause of a bad step: its micro-batches are passed again one at a time, then the samples of one of them, and
+all values are checked."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.parallel.collectives import gather_objects
 
 _LISTED = 5
-"""Samples of a micro-batch that are listed."""
+"""Largest number of samples of a micro-batch that a message lists."""
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """What one rank found in the pass of one micro-batch."""
+    """Values that one rank found in the pass of one micro-batch."""
 
     number: int
     """Index of the micro-batch among those of its replica."""
@@ -51,11 +51,11 @@ class _Pass:
     """Indices in the global batch of the micro-batch's samples."""
     non_finite: list[NonFinite]
     loss: float
-    """This rank's summand of the loss per weight of its first term, up to a factor."""
+    """This rank's summand of the mean loss of the first term, up to a factor."""
 
 
 def cause_of_non_finite(state: TrainingState, step: OpenStep) -> str:
-    """What made the loss or the gradient of a step non-finite, as a sentence without an end: the same on every rank.
+    """The cause of a non-finite loss or gradient of a step, as a sentence without an end: the same on every rank.
     Collective.
 
     The micro-batches of the step are passed again one at a time, with the random numbers of its beginning; then the
@@ -63,7 +63,7 @@ def cause_of_non_finite(state: TrainingState, step: OpenStep) -> str:
     random generators are unchanged; gradients are not.
 
     Args:
-        step: its parameters are not updated yet.
+        step: the bad step, before the update.
     """
     tied = not state.config.arch.untie_embeddings_and_output_weights
     by_rank = gather_objects(non_finite_parameters(state.chunks, tied))
@@ -91,8 +91,8 @@ def cause_of_non_finite(state: TrainingState, step: OpenStep) -> str:
 
 
 def sample_of_largest_loss(state: TrainingState, step: OpenStep) -> str:
-    """The micro-batch of a step with the largest mean loss, and in it the sample with the largest one, in words: the
-    same on every rank. Collective; see `cause_of_non_finite`."""
+    """The micro-batch of a step with the largest mean loss, and its sample with the largest loss, as text: the same on
+    every rank. Collective; see `cause_of_non_finite`."""
     samples = state.with_cursor(step.samples)
     with _unchanged(state, step):
         passes = _passes_of_step(state, step, samples)
@@ -102,7 +102,7 @@ def sample_of_largest_loss(state: TrainingState, step: OpenStep) -> str:
 
 
 def _largest(passes: Sequence[_Pass]) -> _Pass:
-    """Of the micro-batch with the largest loss."""
+    """A pass of the micro-batch with the largest loss."""
     sums: dict[tuple[int, ...], float] = defaultdict(float)
     for each in passes:
         sums[each.samples] += each.loss
@@ -112,7 +112,7 @@ def _largest(passes: Sequence[_Pass]) -> _Pass:
 def _described(
     state: TrainingState, samples: Sequence[Any], passes: Sequence[_Pass], found: _Pass, culprits: Sequence[int]
 ) -> str:
-    """A micro-batch of a step, and the samples that are its cause, with their origins."""
+    """Describe a micro-batch of a step, and the samples that are the cause, with their origins."""
     origins = samples.origins(samples) if isinstance(samples, PreparedBatch) else ("",) * len(samples)
     count = 1 + max(each.number for each in passes)
     of_replica = f" of replica {found.replica}" if state.parallel.dp.size > 1 else ""
@@ -168,12 +168,12 @@ def _passes_of_samples(
 
 
 def _fillers(state: TrainingState) -> int:
-    """Micro-batches of a run of the schedule that passes one of them: an interleaved pipeline takes several."""
+    """Number of micro-batches in a run of the schedule that passes one: an interleaved pipeline takes several."""
     return state.micro_batching.num_microbatches_multiple
 
 
 def _gathered(passes: Iterable[_Pass]) -> list[_Pass]:
-    """Those of all ranks. Collective."""
+    """The passes of all ranks. Collective."""
     return [each for of_rank in gather_objects(list(passes)) for each in of_rank]
 
 
@@ -203,7 +203,8 @@ def _passed(state: TrainingState, step: OpenStep, number: int, micro_batch: Micr
 
 @contextmanager
 def _unchanged(state: TrainingState, step: OpenStep) -> Iterator[None]:
-    """Random generators as at the beginning of the step; these and the buffers as before at the end."""
+    """Context that begins with the random generators of the beginning of the step; at its end, random generators and
+    buffers have their previous values."""
     random_states = RandomStates.now(state.platform.device)
     buffers = [buffer for chunk in state.chunks for buffer in bare_model(chunk).buffers()]
     saved = [buffer.clone() for buffer in buffers]

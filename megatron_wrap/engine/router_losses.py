@@ -52,7 +52,7 @@ def router_losses(arch: ArchConfig, num_microbatches: int, dp_size: int, device:
 
 
 def record_expert_load(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let the routers count, from zero, what `expert_load` reports."""
+    """Let the routers start counting, from zero, the load that `expert_load` reports."""
     for router in _routers(chunks):
         router.record_load()
 
@@ -81,7 +81,7 @@ def expert_load(chunks: Sequence[torch.nn.Module], arch: ArchConfig, world: Axis
 
 
 def _routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
-    """Those of the decoder; the layers for multi-token prediction have no number in it."""
+    """The routers of the decoder; those of the layers for multi-token prediction have no layer number."""
     from megatron_wrap.nn.experts.router import Router
 
     for chunk in chunks:

@@ -22,10 +22,10 @@ from megatron_wrap.utils.progress import WorkProgress
 
 
 class Score(NamedTuple):
-    """How probable a continuation is."""
+    """The log-probability of a continuation."""
 
     log_prob: float
-    """Sum over its tokens of the log-probability given all tokens before, in nats."""
+    """Sum of the log-probabilities of its tokens, each given all tokens before it, in nats."""
     is_greedy: bool
     """Whether each of its tokens is the most probable one."""
 

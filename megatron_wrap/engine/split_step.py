@@ -60,12 +60,12 @@ def forward_backward(state: TrainingState, batch: Sequence[Any] | None, weights:
     """Add the gradients of the next part of a step, without a reduction over replicas. Collective over the replica.
 
     Args:
-        batch: a part, as `count_weights` got it.
+        batch: the next of the parts that were passed to `count_weights`.
         weights: from `count_weights`.
 
     Raises:
         TrainingError: the weights are of another step. DataError: the part has another size. After an error the step
-            has to begin again.
+            must begin again.
     """
     started = time.perf_counter()
     step, state.open_step = state.open_step, None  # stays so after an error
@@ -120,7 +120,8 @@ def refuse_open_step(state: TrainingState, caller: str) -> None:
 
 
 def _reduce_gradients(state: TrainingState) -> None:
-    """What the schedule does after its last micro-batch (schedules.py, finalize_model_grads_func). Collective."""
+    """Complete the gradients as the schedule does after its last micro-batch (schedules.py, finalize_model_grads_func).
+    Collective."""
     if state.config.ddp.overlap_grad_reduce:
         for chunk in state.chunks:
             chunk.start_grad_sync()
@@ -128,7 +129,8 @@ def _reduce_gradients(state: TrainingState) -> None:
 
 
 def _check_parts(state: TrainingState, sizes: list[int]) -> None:
-    """The pipeline takes micro-batches of one size, and an interleaved one a multiple of its stages."""
+    """Refuse parts that cannot be split into micro-batches of one size or, for an interleaved pipeline, into a multiple
+    of its stages."""
     if state.micro_batching.capacity is not None:
         return
     multiple = state.micro_batching.num_microbatches_multiple

@@ -1,4 +1,4 @@
-"""One optimizer step, top to bottom. The first file to read."""
+"""One optimizer step from top to bottom. Start reading the code here."""
 
 from __future__ import annotations
 
@@ -92,8 +92,9 @@ def compute_gradients(state: TrainingState, step: OpenStep, micro_batches: Repli
 
 
 def add_gradients(state: TrainingState, step: OpenStep, local: list[MicroBatch]) -> None:
-    """Forward and backward: add the gradient of micro-batches' share of the objective to the gradient buffers, reduced
-    over all ranks unless in `deferred_reduction`; of a step that trains no token, the metrics alone. Collective.
+    """Run forward and backward: add the gradient of the micro-batches' share of the objective to the gradient buffers,
+    reduced over all ranks unless within `deferred_reduction`. If the step trains no token, only the metrics are
+    computed. Collective.
 
     Args:
         local: this process's micro-batches, as the loss takes them.
@@ -112,7 +113,7 @@ def finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], No
     report. Collective.
 
     Args:
-        gradients: computes the gradients into the buffers, or what is left to do of it: reduced over all ranks.
+        gradients: computes the gradients into the buffers, or completes them: reduced over all ranks afterwards.
 
     Raises:
         TrainingError: as `train_step`.
@@ -182,7 +183,7 @@ def gradients_of_batch(state: TrainingState, batch: Sequence[Any]) -> ReplicaMic
 
 
 def _start_update(state: TrainingState, reduction: StartedReduction) -> None:
-    """Queue the update, which a loss that is not finite prevents; spikes are found on the host."""
+    """Queue the update, which the device omits if the loss is not finite; the host detects spikes."""
     is_checked = state.config.train.check_for_nan_in_loss_and_grad
     with phase(OPTIMIZER):
         state.optimizer.start_update(reduction.loss_is_finite() if is_checked else None)

@@ -1,5 +1,5 @@
-"""From a global batch to the micro-batches of this process, with everything that the loss needs besides the policy's
-output: the one beginning of a step, of a part of a step, and of an evaluation."""
+"""Converts a global batch to the micro-batches of this process, with everything that the loss needs besides the
+policy's output. A step, a part of a step and an evaluation all begin here."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from megatron_wrap.model.random_numbers import key_of
 
 
 def replica_micro_batches(state: TrainingState, batch: Sequence[Any], start: int = 0) -> ReplicaMicroBatches:
-    """This replica's micro-batches of a batch of the step: those that it carries, if they are of this step, else
-    prepared now. No communication.
+    """This replica's micro-batches of a batch of the step: those that the batch carries if they belong to this step,
+    else newly prepared ones. No communication.
 
     Args:
         batch: the global batch, or a part of it.
@@ -58,7 +58,7 @@ def split(
     seed: int,
     name_of: Callable[[int], str] | None = None,
 ) -> ReplicaMicroBatches:
-    """`split_batch` of samples as they were read; without `name_of` messages name them by their index."""
+    """`split_batch` for samples as they were read; without `name_of`, messages name them by their index."""
     name_of = name_of or names_by_index(batch)
     prepared = prepared_samples(state.prepare_sample, batch, name_of)
     return split_batch(state.flow, len(batch), prepared, micro_batching, seed, state.parallel.dp, name_of)
@@ -72,7 +72,7 @@ def loss_micro_batches(
 
     Args:
         num_samples: samples of the global batch, over all replicas.
-        equal_rows: in runs of the schedule with the same number of rows, as `equal_runs`; else in one run.
+        equal_rows: form runs of the schedule with the same number of rows, as `equal_runs` does; False: one run.
 
     Returns:
         The micro-batches of each run of the schedule.
@@ -84,8 +84,8 @@ def loss_micro_batches(
 def local_groups(
     state: TrainingState, micro_batches: ReplicaMicroBatches, num_samples: int, equal_rows: bool = False
 ) -> tuple[list[list[MicroBatch]], dict[str, Tensor]]:
-    """The micro-batches of `loss_micro_batches` before they get the statistics of the whole step, and these. Arguments
-    as there. Collective."""
+    """The micro-batches of `loss_micro_batches` before they get the statistics of the whole step, and these statistics.
+    Arguments as of `loss_micro_batches`. Collective."""
 
     def runs(of_replica: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
         one_run = [of_replica] if of_replica else []

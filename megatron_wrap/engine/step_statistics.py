@@ -1,5 +1,5 @@
-"""Statistics of the whole step: rows and facts of all its samples, reduced by the flow to values that every micro-batch
-gets; the same on each layout, however the batch is split."""
+"""Statistics of the whole step: rows and metadata of all its samples, reduced by the flow to values that every
+micro-batch gets. They are the same on each layout, however the batch is split."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _reduced_facts(state: TrainingState, training: Sequence[MicroBatch], num_sam
 
 
 def _rows(state: TrainingState, groups: Sequence[Sequence[MicroBatch]]) -> list[dict[str, Tensor]]:
-    """What the flow's `calculate_step_values` returns for each micro-batch, on the last pipeline stage."""
+    """The results of the flow's `calculate_step_values` for each micro-batch, on the last pipeline stage."""
     flow = state.flow
     if flow.step_values_from == "inputs":
         local = [micro_batch for group in groups for micro_batch in group] if state.parallel.is_last_stage else []
@@ -137,7 +137,7 @@ def _row(
     row_shape: Sequence[int],
     num_samples: int,
 ) -> Tensor:
-    """[n, K], the K numbers of each sample in fp32."""
+    """The K numbers of each sample, [n, K] in fp32."""
     row = named.get(name)
     if row is None or tuple(row.shape) != (num_samples, *row_shape):
         problem = "is missing in one micro-batch" if row is None else f"has shape {tuple(row.shape)}"

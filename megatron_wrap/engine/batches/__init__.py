@@ -1,1 +1,1 @@
-"""From a global batch of samples to this process's micro-batches."""
+"""Splits a global batch of samples into this process's micro-batches."""

@@ -1,6 +1,6 @@
 """This process's part of a micro-batch: pad, split each sequence over context-parallel ranks, copy to the device.
 
-Which chunks of a sequence a rank has: `parallel/zigzag.py`.
+`parallel/zigzag.py` defines which chunks of a sequence a rank has.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ PACKED = "packed_seq_params"
 
 @dataclass(frozen=True)
 class Localization:
-    """How this process takes its part of micro-batches."""
+    """Converts micro-batches to this process's part of them: padded, split over context-parallel ranks, on the
+    device."""
 
     parallel: ParallelState
     device: torch.device
     sequence_parallel: bool
     has_experts: bool
-    """The model takes PADDING_MASK."""
+    """Whether the model takes PADDING_MASK."""
     token_multiple: int = 1
-    """Each context-parallel rank has a multiple of it of each sequence's tokens."""
+    """Tokens of which each context-parallel rank's part of a sequence is a multiple."""
     noise_alpha: float | None = None
-    """`neftune_noise_alpha`: the model takes NOISE."""
+    """Value of `neftune_noise_alpha`, with which the model takes NOISE; None: no noise."""
     hidden_size: int = 0
-    """For the size of the noise."""
+    """Width of the embedding, which is the width of the noise."""
 
     def shard(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> tuple[MicroBatch, ...]:
         """Pad the micro-batches and take this context-parallel rank's shard of each, on the CPU.
@@ -75,7 +76,7 @@ class Localization:
         return replace(local, model_inputs={**local.model_inputs, NOISE: noise})
 
     def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
-        """`shard`, unless that was done ahead, and copy to the device."""
+        """`shard` the micro-batches unless that was done ahead, and copy them to the device."""
         with phase(DATA):
             if not all(micro_batch.padded_width for micro_batch in micro_batches):
                 micro_batches = self.shard(micro_batches, extra_padding)

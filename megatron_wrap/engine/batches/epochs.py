@@ -10,8 +10,9 @@ from megatron_wrap.utils.progress import WorkProgress
 def steps_of_epochs(epochs: float, samples_per_epoch: int, rule: BatchRule, reader: SampleReader) -> int:
     """Steps until the run has consumed `epochs` of its data; the last one may extend into the next epoch.
 
-    Batches of a number of samples need only that number; rows that will be left out are not counted, because others
-    replace them. For batches of tokens the samples' lengths are read, with a tokenized cache in seconds.
+    With batches of a fixed number of samples, only the number of samples is needed; rows that will be left out do not
+    change it, because others replace them. For batches of tokens the samples' lengths are read, which takes seconds
+    with a tokenized cache.
 
     Args:
         epochs: above 0.

@@ -28,11 +28,11 @@ from megatron_wrap.utils.dist_logger import logger
 
 _SHOWN_BAD_ROWS = 5
 _LONGEST_DELAY = 1.0
-"""Seconds after which a batch is received although the host does not wait for the device."""
+"""Longest time in seconds for which the receipt of a batch is delayed until the host waits for the device."""
 
 
 class BatchLoader:
-    """The batches of a run from a cursor on; equal on every rank but for the micro-batches.
+    """The batches of a run from a cursor on; equal on every rank except for the micro-batches.
 
     Args:
         config: of the run.
@@ -41,7 +41,7 @@ class BatchLoader:
         micro_batching, localization: of the run.
         stream: the order of samples; each worker reads a copy of its own.
         stored: samples prepared before, by position of the stream; None: there are none.
-        host_waits: of the run's `MetricReduction`; the next batch is received then.
+        host_waits: the event of the run's `MetricReduction` during which the next batch is received.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class BatchLoader:
         """The batch of the next step.
 
         Args:
-            cursor: of the run. If it is not that after the previous batch, loading starts again from it.
-            left_out: positions whose samples are in no batch; a change of these also starts the loading again.
+            cursor: of the run. If it differs from the one after the previous batch, loading starts again from it.
+            left_out: positions whose samples are in no batch; a change of them also starts the loading again.
 
         Raises:
             DataError: a row cannot be used; the message begins with file and row.
@@ -175,7 +175,7 @@ class BatchLoader:
 
 
 def preparation(flow: MegatronWrapTrainingFlowBase, prepare_sample: Callable[[Any], Any], seed: int) -> Preparation:
-    """What a run does with one sample before it is collated with others.
+    """The preparation that a run applies to one sample before it is collated with others.
 
     Args:
         prepare_sample: of the run, see `TrainingState`.
@@ -190,7 +190,7 @@ def sample_reader(
     budget: TokenBudget | None,
     stored: PreparedSamples | None,
 ) -> SampleReader:
-    """Reads the samples of a stream for a run; arguments as of `BatchLoader` and `BatchRule`."""
+    """The reader of a stream's samples for a run; arguments as of `BatchLoader` and `BatchRule`."""
     return SampleReader(
         stream,
         of_sample,
@@ -207,7 +207,7 @@ def sample_reader(
 
 
 def batch_rule(config: RunConfig, micro_batching: MicroBatching) -> BatchRule:
-    """How the samples of a run form global batches."""
+    """The rule by which the samples of a run form global batches."""
     train = config.train
     budget = None
     if train.global_batch_tokens is not None:

@@ -72,7 +72,7 @@ class MicroBatch:
         return 1 if self.segments else self.lengths.shape[0]
 
     def without_model_inputs(self, names: Collection[str]) -> MicroBatch:
-        """The same with fewer inputs of the model."""
+        """A copy with fewer inputs of the model."""
         kept = {name: value for name, value in self.model_inputs.items() if name not in names}
         return replace(self, model_inputs=kept)
 
@@ -83,8 +83,8 @@ class ReplicaMicroBatches:
 
     training: tuple[MicroBatch, ...]
     statistics: tuple[MicroBatch, ...] = ()
-    """Of the samples of the flow's `get_step_samples`, from which the statistics of the whole step are computed instead
-    of from `training`; () if the flow returns none."""
+    """Micro-batches of the samples of the flow's `get_step_samples`, from which the statistics of the whole step are
+    computed instead of from `training`; () if the flow returns none."""
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def _collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: i
 
 
 def _with_predictions(flow: MegatronWrapTrainingFlowBase, collated: MicroBatch) -> MicroBatch:
-    """With the inputs and the loss weights of multi-token prediction, if the model has layers for it."""
+    """The micro-batch with the inputs and loss weights of multi-token prediction, if the model has layers for it."""
     prediction = flow.context.prediction
     if prediction is None:
         return collated

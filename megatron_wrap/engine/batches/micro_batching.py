@@ -33,26 +33,27 @@ from megatron_wrap.plan.model_parts import ModelShape
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a global batch is split. The objective does not depend on it, because the loss is normalized over the whole
-    step."""
+    """The rule by which a global batch is split. The objective does not depend on it, because the loss is normalized
+    over the whole step."""
 
     capacity: int | None = None
-    """Tokens of a micro-batch, padding included; None: the flow's `micro_batch_size` samples."""
+    """Limit of a micro-batch in tokens, padding included; None: micro-batches of the flow's `micro_batch_size`
+    samples."""
     allow_oversized: bool = False
-    """A sample larger than the capacity is a micro-batch of its own, instead of an error."""
+    """Whether a sample larger than the capacity is a micro-batch of its own, instead of an error."""
     packing: bool = False
-    """All sequences of a micro-batch are in one row."""
+    """Whether all sequences of a micro-batch are in one row."""
     pad_to_multiple_of: int = 1
-    """Tokens; each sequence is padded to a multiple of it."""
+    """Tokens of which each padded sequence's length is a multiple."""
     num_microbatches_multiple: int = 1
-    """The number of a replica's micro-batches is a multiple of it, for an interleaved pipeline."""
+    """Number of which a replica's number of micro-batches is a multiple, for an interleaved pipeline."""
     token_cost: float = 1.0
-    """FLOPs of one token, without attention to others."""
+    """FLOPs of one token, without attention to other tokens."""
     square_cost: float = 0.0
     """FLOPs of attention, divided by the squared length of a sequence."""
 
     def by_samples(self) -> MicroBatching:
-        """The same by number of samples, without packing."""
+        """A copy that splits by number of samples, without packing."""
         return MicroBatching(num_microbatches_multiple=self.num_microbatches_multiple)
 
     def assign(self, lengths: Sequence[Sequence[int]], replicas: int) -> list[list[list[int]]]:
@@ -127,7 +128,7 @@ class MicroBatching:
 def micro_batching_of(
     config: RunConfig, parallel: ParallelState, shape: ModelShape, num_microbatches_multiple: int
 ) -> MicroBatching:
-    """How the run's batches are split.
+    """The rule by which the run's batches are split.
 
     Args:
         shape: determines which samples are equal work.
@@ -256,8 +257,8 @@ def has_step_samples(flow: MegatronWrapTrainingFlowBase) -> bool:
 def sample_lengths(
     flow: MegatronWrapTrainingFlowBase, sample: Any, seed: int, name_of: Callable[[int], str] | None = None
 ) -> list[int]:
-    """Tokens of each sequence of a prepared sample: from the flow, else of the sample collated alone; then `name_of` as
-    of `collate`."""
+    """Tokens of each sequence of a prepared sample: from the flow, else from the sample collated alone, with `name_of`
+    as of `collate`."""
     lengths = flow.get_sample_lengths(sample)
     if lengths is None:
         return collate(flow, [sample], seed, name_of).lengths.tolist()

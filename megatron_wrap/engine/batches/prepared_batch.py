@@ -21,7 +21,7 @@ _IMMUTABLE = frozenset({str, bytes, int, float, complex, bool, type(None)})
 
 
 def batch_key(micro_batching: Hashable, seed: int, dp: Axis) -> Hashable:
-    """What the micro-batches of a batch depend on besides its samples, for one flow.
+    """Everything besides its samples that the micro-batches of a batch depend on, for one flow.
 
     Args:
         micro_batching: the run's `MicroBatching`.
@@ -31,15 +31,15 @@ def batch_key(micro_batching: Hashable, seed: int, dp: Axis) -> Hashable:
 
 
 class BatchParts(NamedTuple):
-    """What a `PreparedBatch` is made of, as a worker process sends it.
+    """The parts of a `PreparedBatch`, as a worker process sends them.
 
     Attributes:
         samples: of the global batch, as they were read.
         before, after: the cursor in the training data before this batch, and after it.
-        bad_rows: the message of each row that was left out on the way.
+        bad_rows: the message of each row that was left out while the batch was read.
         micro_batches: this replica's, from `split_batch`.
-        key: what they depend on besides the samples.
-        where: `FILE:ROW` of each sample, for messages; empty for a sample of unknown origin; () if all are.
+        key: everything besides the samples that the micro-batches depend on.
+        where: `FILE:ROW` of each sample, for messages; empty for a sample of unknown origin; () if all samples are.
         positions: of the samples that were read, in the order of the training data.
     """
 
@@ -73,14 +73,14 @@ class PreparedBatch(list[Any]):
         return self._parts.micro_batches if is_for else None
 
     def with_samples(self, samples: Iterable[Any]) -> PreparedBatch:
-        """Other samples instead of this batch's, such as augmented ones, with its cursor; without micro-batches."""
+        """A batch of other samples with this batch's cursor, such as augmented ones; without micro-batches."""
         samples = list(samples)
         consumed = self.before.consumed + len(samples)
         after = replace(self.after, consumed=consumed, ahead=self.after.position - consumed)
         return PreparedBatch(self._parts_of(samples)._replace(after=after))
 
     def origins(self, samples: Iterable[Any]) -> tuple[str, ...]:
-        """`FILE:ROW` of each sample that was read for this batch, whatever its order now; empty for others."""
+        """`FILE:ROW` of each sample that was read for this batch, in any order; empty for other samples."""
         known = {id(sample): where for sample, where in zip(self._parts.samples, self._parts.where, strict=False)}
         return tuple(known.get(id(sample), "") for sample in samples)
 
@@ -92,7 +92,8 @@ class PreparedBatch(list[Any]):
 
 
 def _snapshot(value: Any) -> Any:
-    """What a value equals as long as nobody edits it: a copy of lists and dictionaries, a checksum of the rest."""
+    """A value that equals `value` as long as nobody edits it: copies of lists and dictionaries, checksums of the
+    rest."""
     if type(value) in _IMMUTABLE:
         return value
     if type(value) is dict:
@@ -105,7 +106,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def _has_numbers_alone(values: Sequence[Any]) -> bool:
-    """Whether all are int or float, in a fifth of the time that a look at each type takes; False: unknown."""
+    """Whether all values are int or float; False: unknown. Takes a fifth of the time of checking each type."""
     try:
         return type(sum(values)) in (int, float)
     except Exception:  # they cannot be added
@@ -113,8 +114,8 @@ def _has_numbers_alone(values: Sequence[Any]) -> bool:
 
 
 class _Checksum:
-    """Equals one object while its content is the same: a tensor, an array, or what can be pickled. Of another object
-    edits cannot be noticed, so nothing equals it."""
+    """Equals one object while its content is the same: a tensor, an array, or an object that can be pickled. It equals
+    no other kind of object, because edits of those cannot be noticed."""
 
     def __init__(self, value: Any) -> None:
         self._value, self._content = value, _content(value)
@@ -126,7 +127,7 @@ class _Checksum:
 
 
 def _content(value: Any) -> Hashable:
-    """A number that an edit of the value changes; None if there is none."""
+    """Checksum or version of a value, which changes if the value is edited; None if there is none."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu" and not value.is_inference():
         return value._version
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided:

@@ -1,4 +1,4 @@
-"""Which process provides a batch's samples, and which replica and micro-batch takes each of them."""
+"""Selects the process that provides a batch's samples, and the replica and micro-batch of each sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class SampleSharing:
     """Makes the global batch available on every rank: either each rank passes it, or only global rank 0 does and the
     others pass None.
 
-    The ranks agree on one of the two at the first use of each call and keep it, which saves a collective in every step.
+    The ranks agree on one of the two at the first use of each call and keep to it, which saves a collective in every
+    step.
 
     Args:
         world: all processes of the run.
@@ -24,7 +25,8 @@ class SampleSharing:
     def __init__(self, world: Axis) -> None:
         self._world = world
         self._passing: dict[str, list[bool]] = {}
-        """Call -> whether each rank passes samples to it: all of them, or only global rank 0, which broadcasts."""
+        """Name of a call -> for each rank whether it passes samples: all ranks do, or only global rank 0, which
+        broadcasts."""
 
     def share(self, batch: Sequence[Any] | None, caller: str) -> Sequence[Any]:
         """The batch, on every rank. Collective.

@@ -24,7 +24,7 @@ from megatron_wrap.data.sources.files import data_files
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 
 _SHARES = ("weight", "epochs", "samples")
-"""Keys of a source that change how often its samples are read, but not the samples."""
+"""Keys of a source that change how often its samples are read, but not the samples themselves."""
 _MOST_PROCESSES = 16
 
 
@@ -33,7 +33,7 @@ class CachedSamples:
 
     Args:
         stream: the order of samples.
-        caches: of each source; None: the source has none.
+        caches: the cache of each source; None for a source without one.
     """
 
     def __init__(self, stream: SampleStream, caches: Sequence[TokenCache | None]) -> None:
@@ -59,7 +59,7 @@ def cached_samples(
     flow: MegatronWrapTrainingFlowBase,
     preparation: Preparation,
 ) -> CachedSamples | None:
-    """The samples of `megatron_wrap.data.cache_dir`, written now where they are missing; None without that key.
+    """The samples in `megatron_wrap.data.cache_dir`; caches that are missing are written first. None without that key.
 
     Args:
         sources: of the stream, in its order.
@@ -87,7 +87,7 @@ def cached_samples(
 
 
 def _source_key(source: SourceConfig) -> dict[str, Any] | None:
-    """Everything that the rows of a source depend on; None if it is not known without reading them."""
+    """Everything that the rows of a source depend on; None if that is not known without reading them."""
     if source.streaming or source.kind == "python":
         return None
     keys = {name: value for name, value in dataclasses.asdict(source).items() if name not in _SHARES}
@@ -128,7 +128,8 @@ def _flow_key(flow: MegatronWrapTrainingFlowBase) -> dict[str, Any]:
 
 
 def _precomputed_key(config: RunConfig) -> dict[str, Any]:
-    """The precomputed outputs of a reference model that prepared samples contain; empty without them."""
+    """The identity of the precomputed outputs of a reference model that prepared samples contain; empty without
+    them."""
     reference = config.models.reference_or_teacher
     if reference is None or reference.precomputed is None:
         return {}

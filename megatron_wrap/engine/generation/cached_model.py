@@ -23,9 +23,10 @@ from megatron_wrap.platform.megatron_core.generation import (
 )
 
 SLOT_MULTIPLE = 16
-"""Slots of the cache are a multiple of it, because attention with a mask is slower where rows are not aligned."""
+"""Number of which the cache's slots per sequence are a multiple, because attention with a mask is slower where rows are
+not aligned."""
 MIN_RECORDED_PASSES = 8
-"""Recording a CUDA graph takes as long as some passes without one, so fewer passes than this are not recorded."""
+"""Smallest number of passes for which a CUDA graph is recorded; recording takes as long as some passes without one."""
 
 
 class CachedModel(contextlib.ExitStack):
@@ -65,7 +66,7 @@ class CachedModel(contextlib.ExitStack):
         self.enter_context(with_recurrent_states(state.chunks, new_state))
 
     def _end_decoding(self) -> None:
-        """Release graph and cache now: they refer to this object, so only a collection of garbage would."""
+        """Release graph and cache now: they refer to this object, so only a garbage collection would release them."""
         self._decoding = None
 
     def next_logits(self, token_ids: Tensor) -> Tensor | None:
@@ -96,7 +97,7 @@ class CachedModel(contextlib.ExitStack):
         return logits
 
     def _pass(self, token_ids: Tensor, position_ids: Tensor) -> Tensor | None:
-        """One pass through all stages."""
+        """Run one pass through all stages."""
         from megatron.core.utils import get_attr_wrapped_model
 
         state, pp = self._state, self._state.parallel.pp
@@ -151,7 +152,7 @@ class CachedModel(contextlib.ExitStack):
         return self._broadcast(token_ids, shared)
 
     def broadcast_log_probs(self, of_steps: Sequence[Tensor], max_steps: int) -> Tensor:
-        """Broadcast the log-probabilities of the tokens that were chosen, as `broadcast_chosen` does it.
+        """Broadcast the log-probabilities of the chosen tokens. Collective over the replica.
 
         Args:
             of_steps: [batch size] for each step, at most `max_steps`; those of the last stage's tensor-parallel rank 0
@@ -166,7 +167,8 @@ class CachedModel(contextlib.ExitStack):
         return self._broadcast(F.pad(torch.stack(list(of_steps), dim=1), (0, max_steps - len(of_steps))), shared)
 
     def _broadcast(self, values: Tensor | None, shared: Tensor) -> Tensor:
-        """`values` of the last stage's tensor-parallel rank 0 into `shared`, on all processes of the replica."""
+        """Broadcast `values` of the last stage's tensor-parallel rank 0 into `shared` of all processes of the
+        replica."""
         parallel = self._state.parallel
         if values is not None:
             shared.copy_(values)
@@ -183,9 +185,9 @@ class CachedModel(contextlib.ExitStack):
 
 
 def _constant_shapes(state: TrainingState) -> bool:
-    """Whether decoding has a form with constant shapes that pays: on a GPU, in one stage, where nothing depends on a
-    count of tokens on the host: experts, latent attention, sliding windows and the scaling of queries do; and where
-    all layers write in place, which linear attention does not."""
+    """Whether decoding with constant shapes is possible and faster. It needs a GPU, one pipeline stage, and layers that
+    depend on no count of tokens on the host; experts, latent attention, sliding windows and the scaling of queries do.
+    All layers must also write in place, which linear attention does not."""
     config = state.transformer_config
     counted = config.num_moe_experts or config.multi_latent_attention or config.window_size is not None
     counted = counted or state.config.arch.query_scaling_beta is not None

@@ -1,5 +1,5 @@
-"""One decoding pass with tensors of constant shapes, recorded as a CUDA graph: a pass of one token is otherwise limited
-by how fast the host starts its kernels."""
+"""One decoding pass with tensors of constant shapes, recorded as a CUDA graph. Without a graph, a pass of one token is
+limited by the host's kernel launches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ConstantShapeDecoding:
     Args:
         run: (token ids [b, 1], position ids [b, 1]) -> logits [b, V], with `masked` as the masked slots of every layer.
         cache: filled up to slot `start`.
-        masked: [b, max_length], True = no query attends the slot; it is changed in place.
-        padding: [b], slots on the left of each sequence that are never attended.
+        masked: [b, max_length], True: no query attends to the slot; it is changed in place.
+        padding: [b], number of slots on the left of each sequence to which no query attends.
         start: the slot of the next token.
     """
 

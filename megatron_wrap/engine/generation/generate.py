@@ -40,12 +40,12 @@ class Completion(TypedDict):
     finish_reason: str
     """"stop": at an end token or stop string; "length": after max_new_tokens."""
     log_probs: NotRequired[list[float]]
-    """Of each new token, in nats; only if requested."""
+    """Log-probability of each new token, in nats; only if requested."""
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """When a completion ends."""
+    """The conditions that end a completion."""
 
     max_new_tokens: int
     token_ids: frozenset[int]
@@ -59,7 +59,7 @@ class StopRule:
         return "length" if len(new_ids) >= self.max_new_tokens else None
 
     def text(self, new_ids: Sequence[int]) -> str | None:
-        """The completion's text, cut before the first stop string."""
+        """The completion's text, cut before the first stop string; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         text = self._text(new_ids)
@@ -78,7 +78,7 @@ class _Row:
     """One prompt and its completion so far."""
 
     index: int
-    """Of the prompt in the list."""
+    """Index of the prompt in the list."""
     prompt: list[int]
     numbers: UniformNumbers
     new_ids: list[int] = field(default_factory=list)
@@ -245,7 +245,7 @@ def _distinct(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]
 
 
 def _choose(logits: Tensor, rows: list[_Row], rule: SamplingRule) -> Tensor:
-    """A token for each row; a finished row draws no random number."""
+    """Choose a token for each row; a finished row draws no random number."""
     drawing = [not rule.greedy and row.finish_reason is None for row in rows]
     return rule.choose(logits, [row.numbers.draw() if draws else 0.0 for row, draws in zip(rows, drawing, strict=True)])
 

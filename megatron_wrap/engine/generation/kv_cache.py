@@ -24,8 +24,8 @@ class KeyValueCache:
         self._sources = sources
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.slot: Tensor | None = None
-        """[1]: write the next token of each sequence there and return all slots; the caller masks those that are not
-        filled. None: append at the context's offset and return the filled slots."""
+        """Slot [1] into which the next token of each sequence is written; all slots are then returned, and the caller
+        masks those that are not filled. None: append at the context's offset and return the filled slots."""
 
     def update(
         self,
@@ -83,7 +83,8 @@ class KeyValueCache:
 
 
 def _rotated(attention: Any, tensor: Tensor, angles: Tensor) -> Tensor:
-    """With the rotary embedding that Megatron-Core's attention would apply (transformer/attention.py, forward)."""
+    """The tensor with the rotary embedding that Megatron-Core's attention would apply (transformer/attention.py,
+    forward)."""
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
         _yarn_get_concentration_factor_from_config,

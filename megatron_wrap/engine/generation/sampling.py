@@ -14,18 +14,19 @@ from megatron_wrap.errors import DataError
 
 @dataclass(frozen=True)
 class SamplingRule:
-    """How a token is chosen; the names and the order (temperature, top_k, top_p) are those of transformers.
+    """The rule by which a token is chosen; the names and the order (temperature, top_k, top_p) are those of
+    transformers.
 
     Raises:
         DataError: a value outside its range.
     """
 
     temperature: float = 0.0
-    """0: the most probable token (greedy); top_k and top_p have no effect. Otherwise logits are divided by it."""
+    """Divisor of the logits; 0: the most probable token is chosen (greedy), without top_k and top_p."""
     top_k: int | None = None
-    """Keep the k most probable tokens, and tokens as probable as the last of them; None: all."""
+    """Number of most probable tokens to keep, with all tokens as probable as the last of them; None: all."""
     top_p: float | None = None
-    """Keep the smallest set of most probable tokens whose probabilities sum to at least top_p; None: all."""
+    """Smallest sum of probabilities of the most probable tokens that are kept; None: all tokens are kept."""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0.0 or self.temperature == float("inf"):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def deferred_reduction(chunks: Sequence[Any], config: TransformerConfig, share: float) -> Iterator[None]:
-    """Runs of the schedule leave the gradients of this rank in its buffers, as between micro-batches.
+    """Context in which runs of the schedule leave this rank's gradients in its buffers, as between micro-batches.
 
     Args:
         chunks, config: the model chunks of this process, and their configuration.

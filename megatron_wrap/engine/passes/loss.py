@@ -31,7 +31,8 @@ from megatron_wrap.metrics.phases import LOSS, phase
 from megatron_wrap.ops.deferred_logits import one_token_logits, with_loss_factor
 
 ModelOutput = Tensor | tuple[Tensor, ...]
-"""Of the last pipeline stage: the logits; with multi-token prediction also those of each layer for it, after them."""
+"""Output of the last pipeline stage: the logits, followed with multi-token prediction by the logits of each of its
+layers."""
 CalculateLoss = Callable[[dict[str, Tensor], Tensor], Any]
 """(loss inputs, output of the model) -> what a flow's `calculate_loss` returns."""
 OBJECTIVE = "objective/"
@@ -51,12 +52,12 @@ class _Term:
 
 @dataclass(frozen=True)
 class NormalizedLoss:
-    """The loss function of one step: returns the tensor that the schedule differentiates for each micro-batch, and adds
-    the metrics to `sums`."""
+    """The loss function of one step. It returns the tensor that the schedule differentiates for each micro-batch, and
+    adds the metrics to `sums`."""
 
     flow: MegatronWrapTrainingFlowBase
     calculate_loss: CalculateLoss
-    """The flow's, or an observer around it."""
+    """The flow's `calculate_loss`, or an observer around it."""
     cp_size: int
     dp_size: int
     """Data-parallel size, without CP."""
@@ -66,7 +67,7 @@ class NormalizedLoss:
     """Number of micro-batches of one replica."""
     sums: MetricSums
     factor_is_known: bool = False
-    """No dynamic loss scale multiplies the loss."""
+    """Whether the factor of the loss is known before the forward pass, because no dynamic loss scale multiplies it."""
 
     def __call__(self, micro_batch: MicroBatch, output: ModelOutput) -> Tensor:
         """The scalar to differentiate for one micro-batch, on the last pipeline stage."""
@@ -116,8 +117,8 @@ class NormalizedLoss:
     def _with_predictions(
         self, terms: dict[str, _Term], metrics: Mapping[str, Any], micro_batch: MicroBatch, outputs: Sequence[Tensor]
     ) -> Mapping[str, Any]:
-        """Add the terms of multi-token prediction, and return the metrics with those of them; `nll_loss` is then the
-        loss of the next token alone, unless the flow reports it."""
+        """Add the terms of multi-token prediction, and return the metrics extended by the losses of these terms.
+        `nll_loss` is then the loss of the next token alone, unless the flow reports it."""
         added: dict[str, Any] = {}
         if len(terms) == 1:
             (term,) = terms.values()
@@ -130,8 +131,8 @@ class NormalizedLoss:
         return {**added, **metrics}
 
     def _loss_factor(self, micro_batch: MicroBatch) -> float | None:
-        """What multiplies the flow's only `loss_sum` in what the schedule differentiates, after its divisions; None if
-        that is not known before the forward pass."""
+        """Factor of the flow's only `loss_sum` in the tensor that the schedule differentiates, after the schedule's
+        divisions; None if it is not known before the forward pass."""
         only_term = micro_batch.has_explicit_weight and micro_batch.weights.keys() == {DEFAULT_TERM}
         if not (self.factor_is_known and only_term and self.step_weights[DEFAULT_TERM]):
             return None
@@ -177,8 +178,8 @@ class NormalizedLoss:
             ) from None
 
     def _check_detached(self, loss_sum: Tensor, term: str) -> None:
-        """A loss without a graph is valid only if this rank has no tokens, so that its sum is 0; `_zero_loss` then
-        replaces it.
+        """Refuse a loss without a graph unless its sum is 0 because this rank has no tokens; `_zero_loss` then replaces
+        it.
 
         Raises:
             FlowError: the sum is not 0.
@@ -208,7 +209,7 @@ def _zero_loss(*outputs: Tensor) -> Tensor:
 
 
 def loss_coefficients(flow: MegatronWrapTrainingFlowBase) -> dict[str, float]:
-    """Coefficient of each term that has another one than 1: the flow's, and those of multi-token prediction."""
+    """Coefficient of each term whose coefficient is not 1: the flow's terms, and those of multi-token prediction."""
     prediction = flow.context.prediction
     return {**flow.get_loss_coefficients(), **({} if prediction is None else prediction.coefficients)}
 

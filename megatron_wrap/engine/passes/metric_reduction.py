@@ -30,7 +30,7 @@ class ReducedMetrics:
     sums: dict[str, float]
     """Further values of the engine, such as router losses, summed over all ranks."""
     copied: tuple[float, ...] = ()
-    """Values of the tensors that were only copied to the host."""
+    """Values of the tensors that were copied to the host without a reduction."""
 
 
 class StartedReduction:
@@ -88,8 +88,8 @@ class StartedReduction:
 
 
 class MetricReduction:
-    """Sums metrics over ranks. Only the last pipeline stage knows which metrics the flow reports, so all ranks exchange
-    the names in the first step of each kind.
+    """Sums metrics over ranks. All ranks exchange the names of the metrics in the first step of each kind, because only
+    the last pipeline stage knows them.
 
     Args:
         flow: reports the metrics and defines the loss coefficients.
@@ -102,8 +102,8 @@ class MetricReduction:
         self._known: dict[str, dict[str, str]] = {}
         """Kind of step -> name of each metric, sorted, and its kind."""
         self.host_waits = threading.Event()
-        """Set when this process has queued all work of a step and waits for the device: work in other threads then
-        delays nothing that is to be queued, which would need Python's lock."""
+        """Event that is set when this process has queued all work of a step and waits for the device. Other threads
+        should work then: earlier they would hold Python's lock, which the queueing needs."""
 
     def start(
         self,
@@ -112,8 +112,8 @@ class MetricReduction:
         local_values: Mapping[str, Tensor] = MappingProxyType({}),
         copied: Sequence[Tensor] = (),
     ) -> StartedReduction:
-        """Queue the reduction over ranks and the copy of its result to the host, for which the host waits when it calls
-        `finish` of the result, the only time in a step. Collective.
+        """Queue the reduction over ranks and the copy of its result to the host. The host waits for it in `finish` of
+        the result, the only wait in a step. Collective.
 
         Args:
             sums: of the flow's metrics; only those of the last pipeline stage's tensor-parallel rank 0 are added.

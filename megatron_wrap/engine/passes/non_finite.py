@@ -1,4 +1,4 @@
-"""Finds the first value of the pass of one micro-batch that is nan or infinite: hooks on all modules."""
+"""Finds the first value that is nan or infinite in the pass of one micro-batch, with hooks on all modules."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ class NonFinite:
     """The first value of one part of a micro-batch's pass, on this rank, that is nan or infinite."""
 
     part: int
-    """Forward pass, loss, backward pass, or gradients of the weights."""
+    """Part of the pass: forward pass, loss, backward pass, or gradients of the weights."""
     stage: int
-    """Order of this process's model chunk in the part."""
+    """Position of this process's model chunk in the order of the part."""
     sequence: int
-    """Order in the chunk."""
+    """Position of the value within the chunk."""
     name: str
-    """The module or the parameter; of a gradient, the module whose output or input it belongs to; empty: the loss."""
+    """Name of the module or the parameter; for a gradient, the module whose output or input it belongs to; empty: the
+    loss."""
     returned_by: str = ""
-    """Of a gradient, the module whose backward pass returned it; empty: the loss, or a later stage."""
+    """For a gradient, the module whose backward pass returned it; empty: the loss, or a later stage."""
 
     def __str__(self) -> str:
-        """What it is."""
+        """A description of the value."""
         if self.part == _FORWARD:
             return f"the output of {self.name}"
         if self.part == _LOSS:
@@ -110,7 +111,7 @@ class NonFiniteWatch:
 
     @property
     def values(self) -> list[NonFinite]:
-        """All that was recorded, in no order."""
+        """All recorded values, in no order."""
         return [*self._losses, *(value for chunk in self._chunks for value in chunk.first.values())]
 
 
@@ -121,7 +122,7 @@ class _ChunkWatch:
         self._model, self._tied = model, tied
         self._stages = {_FORWARD: forward_stage, _BACKWARD: backward_stage, _WEIGHTS: backward_stage}
         self.first: dict[int, NonFinite] = {}
-        """Part -> its first value."""
+        """Part of the pass -> its first value that is not finite."""
         self._checked: Counter[int] = Counter()
         self._last: Tensor | None = None
         """The gradient that was recorded last, until the modules that take its tensor have been named."""
@@ -134,7 +135,7 @@ class _ChunkWatch:
         return handles
 
     def check_weights(self) -> None:
-        """After the backward pass."""
+        """Record the gradients of weights that are not finite; to be called after the backward pass."""
         for named in global_names(self._model, self._tied):
             gradient = getattr(named.tensor, "main_grad", None)
             if gradient is not None:
@@ -167,8 +168,8 @@ class _ChunkWatch:
         return hook
 
     def _arrived(self, name: str, gradient: Tensor, is_deferred: bool) -> None:
-        """The gradient of a module's output; of deferred logits, that of their hidden states, which the output layer
-        passes on as it is."""
+        """Check the gradient of a module's output. For deferred logits it is that of their hidden states, which the
+        output layer passes on unchanged."""
         first = self.first.get(_BACKWARD)
         if first is None:
             self._check(_BACKWARD, name, gradient)
@@ -178,8 +179,8 @@ class _ChunkWatch:
             self._last = None
 
     def _returned(self, name: str, gradient: Tensor) -> None:
-        """The gradient of a module's input. Hooks of a tensor run in the order in which they were registered: first
-        those of the module whose output it is, then those of the modules that take it, the innermost last."""
+        """Check the gradient of a module's input. Hooks of a tensor run in the order in which they were registered:
+        first those of the module whose output it is, then those of the modules that take it, the innermost last."""
         if _BACKWARD not in self.first:
             self._check(_BACKWARD, name, gradient)
             self._remember(gradient)
@@ -199,8 +200,8 @@ class _ChunkWatch:
 
 
 def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Call `hook` with the gradient of a tensor. Its function is read first: torch makes that of a view whose memory
-    was written when it is read, and crashes where a registration is what reads it (2.13)."""
+    """Call `hook` with the gradient of a tensor. The tensor's `grad_fn` is read first: for a view whose memory was
+    written, torch creates it on the first read, and crashes if that is within the registration (2.13)."""
     _ = tensor.grad_fn
     tensor.register_hook(hook)
 

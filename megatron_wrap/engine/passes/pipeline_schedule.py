@@ -34,13 +34,13 @@ class PipelineSchedule:
     parallel: ParallelState
     sequence_parallel: bool
     half_precision: bool
-    """Activations are bf16 or fp16."""
+    """Whether activations are bf16 or fp16."""
     equal_tokens: bool = False
-    """Each micro-batch needs the same number of tokens on all processes that share the experts."""
+    """Whether each micro-batch needs the same number of tokens on all processes that share the experts."""
     routing: RoutingReplay | None = None
-    """With `router_replay`: the policy's routers."""
+    """Routers of the policy, with `router_replay`; None without it."""
     clock: ForwardClock | None = None
-    """Measures the forward passes of training."""
+    """Clock of the forward passes of training; None: they are not measured."""
 
     def forward_backward(
         self, chunks: list[Any], local: list[MicroBatch], loss: Callable[[MicroBatch, ModelOutput], Tensor]
@@ -66,8 +66,8 @@ class PipelineSchedule:
         Args:
             chunks: this process's model chunks.
             compute: called with a micro-batch and the output of the last stage, on that stage.
-            with_predictions: also compute the layers for multi-token prediction, whose outputs are then in a tuple
-                after that of the model.
+            with_predictions: also compute the layers for multi-token prediction; the output is then a tuple, the
+                model's output followed by theirs.
 
         Returns:
             What `compute` returned for each micro-batch, on the last pipeline stage; an empty list on other stages.
@@ -133,8 +133,9 @@ class PipelineSchedule:
                 self.routing.end_of_run()
 
     def _later_stage_inputs(self, inputs: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """With sequence parallelism Megatron-Core splits the padding mask over tensor-parallel ranks on the first stage
-        only (models/gpt/gpt_model.py, _preprocess); split it here on the other stages."""
+        """The inputs of a later stage. With sequence parallelism Megatron-Core splits the padding mask over
+        tensor-parallel ranks on the first stage only (models/gpt/gpt_model.py, _preprocess), so it is split here on the
+        other stages."""
         mask, tp = inputs.get(PADDING_MASK), self.parallel.tp
         if mask is None or not self.sequence_parallel:
             return inputs

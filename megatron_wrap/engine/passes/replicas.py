@@ -1,4 +1,4 @@
-"""Whether the processes that have copies of the same parameters still agree, bit for bit."""
+"""Checks that the processes with copies of the same parameters still agree, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
 
 _WORDS = 2**22
-"""8-byte words that are added up at once."""
+"""Number of 8-byte words that are added up at once."""
 Shard = tuple[str, int]
 """Global name of a parameter, and index of its tensor-parallel shard."""
 
@@ -32,7 +32,7 @@ def refuse_differing_copies(chunks: Sequence[Any], config: RunConfig, parallel: 
 
     Args:
         chunks: this process's model chunks in Megatron-Core's DistributedDataParallel.
-        iteration: that has ended, for the message.
+        iteration: the one that has ended, for the message.
 
     Raises:
         TrainingError: on every rank, if copies differ; it names the parameter and the ranks of the smaller part.
@@ -70,8 +70,8 @@ def _checksums(chunks: Sequence[Any], config: RunConfig, parallel: ParallelState
 
 
 def checksum(values: Tensor) -> Tensor:
-    """int64 scalar on the same device: the bytes as words of 8, each times an odd number of its position, added up
-    modulo 2^64. One changed word always changes it, since odd numbers are invertible there."""
+    """Checksum of a tensor's bytes, int64 scalar on the same device: the sum modulo 2^64 of its 8-byte words, each
+    times an odd number of its position. One changed word always changes it, since odd numbers are invertible there."""
     octets = values.contiguous().reshape(-1).view(torch.uint8)
     words = functional.pad(octets, (0, -len(octets) % 8)).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=values.device)

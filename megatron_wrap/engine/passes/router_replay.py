@@ -53,7 +53,8 @@ class RoutingReplay:
 
     @contextmanager
     def of_pass(self, model: torch.nn.Module, routing: Tensor | None) -> Iterator[None]:
-        """The forward pass of a micro-batch through a model chunk; nothing happens if it is not one of the policy.
+        """Context of the forward pass of a micro-batch through a model chunk; it does nothing if the chunk is not the
+        policy's.
 
         Args:
             routing: [B, S/cp, layers with experts, topk], or None for the routers' own selection.
@@ -75,15 +76,15 @@ class RoutingReplay:
                 self._recorded.setdefault(column, []).append(choice.recorded)
 
     def end_of_run(self) -> None:
-        """After the last micro-batch of a run of the schedule: nothing of it is kept."""
+        """Forget the routing of a run of the schedule, after its last micro-batch."""
         for choices in self._choices.values():
             for choice in choices.values():
                 choice.forget()
 
     @contextmanager
     def recording(self) -> Iterator[dict[int, list[Tensor]]]:
-        """Record the forward passes of the policy: column of a layer -> the selection of each micro-batch, for
-        `rows`."""
+        """Context that records the forward passes of the policy: column of a layer -> the selection of each
+        micro-batch, for `rows`."""
         self._recorded = {}
         try:
             yield self._recorded

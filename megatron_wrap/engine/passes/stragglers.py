@@ -1,8 +1,9 @@
-"""Which process is slower than the others: the time of its forward passes, gathered in the metrics' all-reduce.
+"""Finds a process that is slower than the others, by the time of its forward passes, gathered in the metrics'
+all-reduce.
 
-Processes wait for each other in every step, so that all have the same step time. A forward pass of a micro-batch with
-its loss contains no waiting for data-parallel replicas or other pipeline stages, but that for the others of a tensor-
-or context-parallel group.
+Processes wait for each other in every step, so that all have the same step time. The forward pass of a micro-batch with
+its loss waits only for the other processes of its tensor- or context-parallel group, not for data-parallel replicas or
+other pipeline stages.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from megatron_wrap.utils.dist_logger import logger
 
 _PREFIX = "forward_seconds/"
 _FIRST_STEPS = 2
-"""In which kernels are compiled: not compared."""
+"""Number of first steps that are not compared, because kernels are compiled in them."""
 
 
 class ForwardClock:
-    """Seconds that the forward passes of this process take, without waiting for the device.
+    """Counts the seconds that the forward passes of this process take, without waiting for the device.
 
     Args:
         device: on CUDA, events are recorded in its stream.
@@ -40,7 +41,7 @@ class ForwardClock:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure the block."""
+        """Measure the time of the block."""
         if self._on_device:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -53,13 +54,14 @@ class ForwardClock:
             self._of_step += time.perf_counter() - started
 
     def end_step(self) -> None:
-        """After the host has waited for the device, as in the reduction of the metrics."""
+        """Add the times of the step; to be called after the host has waited for the device, as in the reduction of the
+        metrics."""
         self._seconds += self._of_step + sum(begin.elapsed_time(end) / 1000 for begin, end in self._events)
         self._of_step = 0.0
         self._events.clear()
 
     def take(self) -> float:
-        """The seconds since the last call, of steps that have ended."""
+        """Seconds of the steps that have ended since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -76,7 +78,7 @@ class Stragglers:
     construction is collective.
 
     Args:
-        factor: of the median of the others, from which on a process is slow.
+        factor: a process is slow from this multiple of the median of the others on.
     """
 
     def __init__(self, parallel: ParallelState, device: torch.device, interval: int, factor: float) -> None:
@@ -86,11 +88,12 @@ class Stragglers:
         self._shares_passes = parallel.tp.size * parallel.cp.size > 1
         self._processes = gather_objects(_Process(socket.gethostname(), parallel.pp.rank))
         self._steps = -_FIRST_STEPS
-        """That `clock` contains, and this one."""
+        """Number of steps whose seconds `clock` contains, the current one included; 0 or less during the first
+        steps."""
 
     def summands(self) -> dict[str, Tensor]:
-        """This process's part of the seconds of all, to be summed over ranks; empty if no comparison is due. Once in
-        each step."""
+        """This process's summand of the seconds of all processes, to be summed over ranks; empty if no comparison is
+        due. To be called once in each step."""
         self._steps += 1
         if self._steps <= self._interval:
             return {}
@@ -99,7 +102,7 @@ class Stragglers:
         return {f"{_PREFIX}{rank}": value for rank, value in enumerate(seconds.unbind())}
 
     def compare(self, sums: dict[str, float]) -> None:
-        """Take the seconds out of the reduced values, and log which process is slow; after `summands`."""
+        """Remove the seconds from the reduced values, and log which process is slow; to be called after `summands`."""
         self.clock.end_step()
         if self._steps <= 0:
             self.clock.take()
@@ -118,8 +121,8 @@ class Stragglers:
             )
 
     def slowest(self, seconds: Mapping[int, float]) -> tuple[int, float] | None:
-        """The process that exceeds the median of the others of its stage by most, if by more than the factor, and that
-        median.
+        """(rank, median of the others of its stage) of the process that exceeds this median by the largest factor; None
+        if none exceeds it by more than the limit.
 
         Args:
             seconds: rank -> time of its forward passes.

@@ -1,4 +1,4 @@
-"""The policy's parameters: gathering of updated shards, and their norm."""
+"""Gathers updated shards of the policy's parameters, and computes their norm."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The reference model, or the teacher: its weights, its outputs, and outputs computed before training."""
+"""The reference or teacher model: its weights, its outputs, and outputs computed before training."""

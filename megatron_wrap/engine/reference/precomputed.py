@@ -19,8 +19,8 @@ _VOCAB_SIZE = "vocab_size"
 
 
 def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> Callable[[Any], Any]:
-    """How the run prepares a sample: the flow's `prepare_sample`, which with `precomputed` receives each sample with
-    the stored outputs of the reference model as `reference_NAME`.
+    """The function with which the run prepares a sample: the flow's `prepare_sample`. With `precomputed` it receives
+    each sample with the stored outputs of the reference model as `reference_NAME`.
 
     Raises:
         DataError: there are no outputs. ConfigError: they were computed for another flow, tokenizer or sequence length.
@@ -59,7 +59,7 @@ def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) ->
 
 
 def facts_of(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> dict[str, Any]:
-    """What stored outputs depend on, besides the sample and the model."""
+    """Everything besides the sample and the model that stored outputs depend on."""
     return {
         "flow_key": config.flow.flow_key,
         "seq_length": config.train.seq_length,

@@ -1,4 +1,4 @@
-"""The reference model, or the teacher: a model without gradients, whose outputs the flow compares with those of the
+"""The reference or teacher model: a model without gradients, whose outputs the flow compares with those of the
 policy."""
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ class ReferenceModel:
     transformer_config: TransformerConfig
     """Not the policy's object, which has hooks for gradient reduction and loss scaling."""
     config: RunConfig
-    """The run's, with the architecture of this model."""
+    """Configuration of the run, with the architecture of this model."""
     vocab_size: int
-    """Of this model, without padding."""
+    """Vocabulary size of this model, without padding."""
     flops: Flops
-    """Of a forward pass."""
+    """FLOPs of a forward pass."""
     device: torch.device
     has_policy_columns: bool = True
-    """Whether its logits have the columns of the policy's."""
+    """Whether the logits have the columns of the policy's logits."""
     averages_in_fp32: bool = False
-    """The weights follow the policy by an average, and are too coarse to hold it."""
+    """Whether the average of the policy is kept in fp32, because the weights are too coarse to hold it."""
     average: list[Tensor] | None = None
-    """The average, one fp32 tensor for each of `parameters`, where these are; None: the weights are the average."""
+    """Average of the policy's weights, one fp32 tensor for each of `parameters`, on their device; None: the weights are
+    the average."""
 
     @property
     def settings(self) -> ReferenceModelConfig:
-        """Of `megatron_wrap.models.reference`, or `teacher`."""
+        """Section `megatron_wrap.models.reference` or `megatron_wrap.models.teacher`."""
         assert self.config.models.reference_or_teacher is not None, "the run has a reference or teacher model"
         return self.config.models.reference_or_teacher
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether the chunks have this model's weights on the device also outside `on_device`."""
+        """Whether this model's weights are on the device also outside `on_device`."""
         return not self.settings.offload
 
     @property
@@ -74,10 +75,11 @@ class ReferenceModel:
 
     @contextmanager
     def on_device(self, changed: bool = False) -> Iterator[None]:
-        """The weights are on the device within the context; an offloaded model's are copied there, on a CPU as well.
+        """Context in which the weights are on the device; the weights of an offloaded model are copied there, also on a
+        CPU.
 
         Args:
-            changed: the body changes them, so offloaded ones are copied back.
+            changed: the block changes the weights, so offloaded ones are copied back.
         """
         if not self.settings.offload:
             yield
@@ -95,11 +97,11 @@ class ReferenceModel:
 
     @contextmanager
     def as_saved(self, loading: bool = False) -> Iterator[None]:
-        """Within the context the chunks have the weights that a checkpoint contains: on the device, in fp32 where there
-        is an average.
+        """Context in which the chunks have the weights that a checkpoint contains: on the device, in fp32 if there is
+        an average.
 
         Args:
-            loading: the body sets them.
+            loading: the block sets the weights.
         """
         if not self.averages_in_fp32:
             with self.on_device(changed=loading):
@@ -120,7 +122,7 @@ class ReferenceModel:
                 parameter.data = kept
 
     def start_average(self) -> None:
-        """Begin the average, if there is one, with the weights."""
+        """Start the average, if there is one, with the current weights."""
         if self.averages_in_fp32 and self.average is None:
             self.average = [parameter.detach().float() for parameter in self.parameters]
 
@@ -149,8 +151,8 @@ class ReferenceModel:
 
     @torch.no_grad()
     def _average(self, policy: Sequence[Any], decay: float) -> None:
-        """decay * average + (1 - decay) * policy for each parameter, computed where the weights are; buffers are
-        copied."""
+        """Set each parameter to decay * average + (1 - decay) * policy, computed on the device of the weights; copy the
+        buffers."""
         self.start_average()
         sources = [parameter for chunk in policy for parameter in bare_model(chunk).parameters()]
         averages = self.average or [parameter.data for parameter in self.parameters]
@@ -175,12 +177,12 @@ class BaseOfPolicy(ReferenceModel):
 
     @property
     def stays_on_device(self) -> bool:
-        """No: outside `on_device` the chunks are the policy."""
+        """False: outside `on_device` the chunks are the policy."""
         return False
 
     @contextmanager
     def on_device(self, changed: bool = False) -> Iterator[None]:
-        """The chunks compute the reference within the context."""
+        """Context in which the chunks compute the reference."""
         from megatron_wrap.nn.adapters.lora import only_adapter
 
         synchronize_parameters(self.policy, bool(self.config.ddp.overlap_param_gather))

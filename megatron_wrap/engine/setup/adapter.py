@@ -45,7 +45,7 @@ def adapt_chunks(
     ones.
 
     Args:
-        from_path: False ignores `adapter.path`, for a caller that loads a checkpoint.
+        from_path: False: ignore `adapter.path`, for a caller that loads a checkpoint.
 
     Raises:
         UnsupportedModel, ConfigError: as `layers_with_adapters`. CheckpointError: `adapter.path` cannot be loaded, or
@@ -117,7 +117,7 @@ def add_adapters(
     The factors depend only on the seed and their names, or on the whole weights, so all parallel layouts start equal.
 
     Args:
-        decompose: False leaves the factors of `init_lora_weights: pissa` to a caller that loads a checkpoint.
+        decompose: False: leave the factors of `init_lora_weights: pissa` to a caller that loads a checkpoint.
     """
     chunk.requires_grad_(False)
     named, added = {layer.name: layer for layer in layers}, []
@@ -142,7 +142,8 @@ def add_adapters(
 def adapter_parameters(
     chunk: torch.nn.Module, layers: list[AdaptedLayer], config: RunConfig
 ) -> Iterator[tuple[str, Tensor, Mapping]]:
-    """Global name, tensor and mapping to peft's tensors of each factor of a bare model chunk; of each expert's too."""
+    """Global name, tensor and mapping to peft's tensors of each factor of a bare model chunk, experts' factors
+    included."""
     table = {name: mapping for layer in layers for name, mapping in layer.all_factors().items()}
     for parameter in _global_names(chunk, config):
         if parameter.name in table:
@@ -155,8 +156,8 @@ def _global_names(chunk: torch.nn.Module, config: RunConfig) -> Iterator[GlobalP
 
 def quantize_base(chunk: torch.nn.Module, config: RunConfig) -> None:
     """Keep the weights of the decoder's linear layers quantized (`adapter.base_weights`), in a bare model chunk that
-    was built within `weights_without_memory`; their values are to be written. Experts on grouped products, embeddings
-    and the output layer stay as they are."""
+    was built within `weights_without_memory`; their values must be written afterwards. Experts with grouped matmuls,
+    embeddings and the output layer are unchanged."""
     from megatron_wrap.nn.linear_layers.quantized_weights import allocate, keep_quantized
 
     kind = config.adapter.base_weights
@@ -241,8 +242,8 @@ def _adapter(base: Any, layer: AdaptedLayer, config: RunConfig, parallel: Parall
 
 @torch.no_grad()
 def _decompose(chunk: torch.nn.Module, layers: list[AdaptedLayer], config: RunConfig, parallel: ParallelState) -> None:
-    """Set the factors to those of each Hugging Face module's whole weight, which is gathered over the tensor-parallel
-    ranks; one is in memory at a time. Collective over tensor- and data-parallel ranks."""
+    """Set the factors from the decomposition of each Hugging Face module's whole weight, which is gathered over the
+    tensor-parallel ranks; one is in memory at a time. Collective over tensor- and data-parallel ranks."""
     weights: dict[str, Any] = {name: layer.weight for _, _, layer, name in _linear_layers(chunk, config)}
     factors = {name: factor for name, factor, _ in adapter_parameters(chunk, layers, config)}
     for layer in layers:
@@ -279,7 +280,7 @@ def _whole_weight(name: str, weight: Tensor, layer: AdaptedLayer, parallel: Para
 
 def initial_factors(weight: Tensor, module: TargetModule) -> tuple[Tensor, Tensor]:
     """peft's A [rank, inputs] and B [outputs, rank] of an fp32 weight [outputs, inputs] (LoraLayer.pissa_init): the
-    largest singular vectors with the roots of the singular values.
+    largest singular vectors times the roots of the singular values.
     """
     left, values, right = torch.linalg.svd(weight, full_matrices=False)
     roots = (values[: module.rank] / module.scale).sqrt()
@@ -290,8 +291,8 @@ def initial_factors(weight: Tensor, module: TargetModule) -> tuple[Tensor, Tenso
 def _fill(
     name: str, factor: Tensor, mapping: Mapping, adapter: AdapterConfig, seed: int, parallel: ParallelState
 ) -> None:
-    """Set the initial values of a factor, as peft's LoraLayer.reset_lora_parameters: of A, uniform within 1 / sqrt(its
-    columns), which is kaiming_uniform_ with a = sqrt(5), or normal; of B zero."""
+    """Set the initial values of a factor, as peft's LoraLayer.reset_lora_parameters. A is uniform within 1 / sqrt(its
+    columns), which is kaiming_uniform_ with a = sqrt(5), or normal; B is zero."""
     is_b = ".lora_B_" in name
     if is_b and adapter.init_lora_weights is not False:
         factor.zero_()

@@ -75,9 +75,9 @@ def build_training_state(
 
     Args:
         tokenizer: the run's Hugging Face tokenizer, or None.
-        from_hugging_face: False ignores hf_path and adapter.path, for a caller that loads a checkpoint.
-        training: False builds only the model, without gradient buffers and optimizer.
-        reference: the configuration of the reference or teacher model, whose vocabulary the flow is given.
+        from_hugging_face: False: ignore hf_path and adapter.path, for a caller that loads a checkpoint.
+        training: False: build only the model, without gradient buffers and optimizer.
+        reference: the configuration of the reference or teacher model, for the flow's vocabulary.
     """
     seed_everything(config.train.seed, platform, parallel, _generators_of_graphs(config, platform))
     vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
@@ -192,7 +192,7 @@ def _first_samples(
 
 
 def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int:
-    """The number of a replica's micro-batches must be a multiple of it."""
+    """Number of which a replica's number of micro-batches must be a multiple."""
     return model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
 
 
@@ -216,16 +216,16 @@ def seed_everything(seed: int, platform: Platform, parallel: ParallelState, gene
 
 
 def _generators_of_graphs(config: RunConfig, platform: Platform) -> str | None:
-    """`generators` of a model whose layers are captured as CUDA graphs, which draw from them. Transformer Engine's
-    attention accepts its own kind alone."""
+    """Argument `generators` for a model whose layers are captured as CUDA graphs, which draw random numbers from them.
+    Transformer Engine's attention accepts only its own kind."""
     if not derived.captures_graphs(config.arch):
         return None
     return "te_rng_tracker" if use_transformer_engine(config, platform) else "use_cudagraphable_rng"
 
 
 def predicted_ids(config: RunConfig, common_vocab_size: int | None) -> int | None:
-    """`build_chunks`'s argument of this name: of a teacher's rows only those that the student has, too, so that its
-    distributions are over the same ids on every layout.
+    """Argument `predicted_ids` of `build_chunks`: for a teacher the number of rows that the student has as well, so
+    that the teacher's distributions are over the same ids on every layout; None for other models.
 
     Args:
         config: with the architecture of the model.
@@ -253,7 +253,7 @@ def build_chunks(
     Args:
         vocab_size: number of rows of embedding and output layer, without padding.
         tokenizer: of the run, or None; rows of tokens that are new to `weight_folder` are the mean of the others'.
-        new_weights: set initial weights; False leaves the weights unset.
+        new_weights: set initial weights; False: leave the weights unset.
         weight_folder: a Hugging Face folder, whose weights are loaded instead of the initial ones.
         defer_logits: see `ModelRequest.defers_logits`.
         predicted_ids: the rows from this one on have probability 0, as padding has; None: `vocab_size`.
@@ -313,7 +313,8 @@ def _load_folder(
 
 
 def _built(config: RunConfig, provider: Callable[[ModelRequest], torch.nn.Module], request: ModelRequest) -> Any:
-    """A new chunk; with `adapter.base_weights` its linear layers have no values yet, and keep them quantized."""
+    """Build a chunk. With `adapter.base_weights` its linear layers have no values yet, and keep them quantized
+    later."""
     if config.adapter.base_weights == "bf16":
         return provider(request)
     from megatron_wrap.nn.linear_layers.quantized_weights import weights_without_memory
@@ -325,7 +326,7 @@ def _built(config: RunConfig, provider: Callable[[ModelRequest], torch.nn.Module
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:
-    """Mark the experts' parameters, which then have gradient buffers and optimizer states of their own for every EP.
+    """Mark the experts' parameters, which then have separate gradient buffers and optimizer states for every EP.
 
     Megatron-Core marks them only if EP > 1 (tensor_parallel/layers.py). Without the mark a checkpoint saved with EP 1
     would have another format, and with an expert TP smaller than TP the gradients of an expert's copies would not be

@@ -24,9 +24,9 @@ from megatron_wrap.platform.base.platform import Platform
 
 
 def build_reference(config: RunConfig, platform: Platform, parallel: ParallelState, tokenizer: Any) -> ReferenceModel:
-    """The reference or teacher model, in evaluation mode, with the weights of `hf_path` if that is set; else the caller
-    must load them. A teacher's logits have the columns of the student's on each process: it has as many rows, and
-    rows that only one of the two models has are left out.
+    """The reference or teacher model in evaluation mode, with the weights of `hf_path` if that is set; else the caller
+    must load them. A teacher's logits have the columns of the student's on each process. It has as many rows as the
+    student, and rows that only one of the two models has are left out.
 
     Args:
         config: the run's with the architecture of that model (`megatron_wrap.checkpoint.reference_config`).

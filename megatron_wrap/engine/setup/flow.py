@@ -58,8 +58,8 @@ def build_flow(
 def common_vocab_size(
     config: RunConfig, tokenizer: Any, vocab_size: int, reference: RunConfig | None = None
 ) -> int | None:
-    """Entries of the vocabulary that both models of a run have; None if they have the same number. Models of one
-    tokenizer may have different numbers: Qwen2.5 has 151,936 at 0.5B and 152,064 at 7B.
+    """Number of vocabulary entries that both models of a run have; None if their vocabularies have the same size.
+    Models of one tokenizer may have different sizes: Qwen2.5 has 151,936 at 0.5B and 152,064 at 7B.
 
     Args:
         config: of one of the models.

@@ -1,4 +1,4 @@
-"""Parameters that are not trained (`train.freeze`), and the modules that options of training need."""
+"""Freezes parameters that are not trained (`train.freeze`), and checks the modules that options of training need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Named:
     """One parameter of the whole model."""
 
     theirs: tuple[str, ...]
-    """Its Hugging Face tensors; () if there is no family that expresses the model."""
+    """Hugging Face tensors of the parameter; () if there is no family that expresses the model."""
     numel: int
     """Elements of the unsharded parameter, without padding of the vocabulary."""
 
@@ -109,8 +109,9 @@ def _named_parameters(
 
 
 def keep_graph(chunk: Any) -> None:
-    """Let the embeddings require a gradient: the recomputation of a module without one would not compute the gradients
-    of its parameters either (Megatron-Core's tensor_parallel/random.py, CheckpointFunction)."""
+    """Let the embeddings require a gradient. Otherwise the recomputation of a module whose inputs require none would
+    not compute the gradients of its parameters either (Megatron-Core's tensor_parallel/random.py,
+    CheckpointFunction)."""
 
     def require_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_()
@@ -121,7 +122,7 @@ def keep_graph(chunk: Any) -> None:
 
 
 def check_model_inputs(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
-    """Refuse `neftune_noise_alpha` and `mtp_num_layers` for a model that does not take their inputs.
+    """Refuse `neftune_noise_alpha` and `mtp_num_layers` for a model that does not take the inputs that they need.
 
     Raises:
         ConfigError: the model provider builds another model than a `BatchFirstGPTModel`.

@@ -12,16 +12,15 @@ from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.utils.dist_logger import logger
 
 MEMORY_SHARE = 0.02
-"""Share of the device's memory above which `auto` does not store the logits of a micro-batch: below it the memory that
-is saved, twice that with the gradient, is not worth a loss in chunks."""
+"""Share of the device's memory above which `auto` does not store the logits of a micro-batch. Below it the saved
+memory, twice the logits with their gradient, is not worth a loss in chunks."""
 KEY = f"{SECTION_PATHS['model_provider']}.linear_cross_entropy"
 
 
 def defers_logits(
     config: RunConfig, platform: Platform, parallel: ParallelState, vocab_size: int, trained: bool = True
 ) -> bool:
-    """Whether the model's output is deferred logits. For the model that is trained, logs what `auto` chooses, where
-    there is a choice.
+    """Whether the model's output is deferred logits. For the trained model, logs the choice of `auto` if there is one.
 
     Raises:
         ConfigError: linear_cross_entropy is true for a trained model without a plain output layer.
@@ -67,7 +66,7 @@ def logits_bytes(config: RunConfig, parallel: ParallelState, vocab_size: int) ->
 
 
 def obstacle(config: RunConfig) -> str | None:
-    """Why the logits of this run's model cannot be deferred."""
+    """The reason why the logits of this run's model cannot be deferred; None if they can."""
     if config.model_provider.provider_key != "gpt_model":
         return f"the provider {config.model_provider.provider_key} builds its own output layer"
     if config.adapter.adapter_type != "none" and config.adapter.trainable_token_indices:

@@ -1,4 +1,4 @@
-"""What to change where a step does not fit into a GPU's memory."""
+"""Lists configuration changes for a step that does not fit into a GPU's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_wrap.engine.state.state import TrainingState
 
 @contextmanager
 def memory_advised(state: TrainingState) -> Iterator[None]:
-    """A block whose torch.OutOfMemoryError lists what to change, cheapest first."""
+    """Context that adds to a torch.OutOfMemoryError a list of changes, cheapest first."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -22,7 +22,7 @@ def memory_advised(state: TrainingState) -> Iterator[None]:
 
 
 def memory_advice(state: TrainingState) -> str:
-    """Keys that lower the memory of a step, cheapest first, with what each saves or costs."""
+    """Lines about keys that lower the memory of a step, cheapest first, with the saving or cost of each."""
     config, parallel, tokens = state.config, state.parallel, state.config.train.max_tokens_per_micro_batch
     paths, lines = SECTION_PATHS, []
     size = avoidable_logits_bytes(state) / 2**30

@@ -1,4 +1,4 @@
-"""Which parameters Muon updates, and how each is stored."""
+"""Selects the parameters that Muon updates, and describes the layout of each."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_wrap.model.initial_weights import is_expert, split_dim
 from megatron_wrap.parallel.state import ParallelState
 
 _ENDS = ("embedding.", "output_layer.", "output_layer_adapter.")
-"""Beginnings of the names of parameters at the model's ends, for which Muon is not made: their rows are tokens."""
+"""Prefixes of the names of parameters at the model's ends, whose rows are tokens: Muon is not made for them."""
 
 
 def is_muon_matrix(name: str, parameter: Tensor) -> bool:
     """Whether Muon updates a parameter of a bare chunk: matrices of the layers and their adapters, as in Megatron-Core
-    (optimizer/muon.py). The rows of new tokens and everything else are AdamW's."""
+    (optimizer/muon.py). AdamW updates the rows of new tokens and everything else."""
     is_matrix = parameter.dim() == 2 or (parameter.dim() == 3 and is_expert(name))
     is_bias = name.rsplit(".", 1)[-1].startswith("bias")
     ends = name.startswith(_ENDS) or getattr(parameter, "is_embedding_or_output_parameter", False)
@@ -56,7 +56,8 @@ def _layout(config: RunConfig, name: str, parameter: Tensor, parallel: ParallelS
 
 @contextlib.contextmanager
 def left_out(parameters: Collection[Tensor]) -> Iterator[None]:
-    """In the block these parameters require no gradient, so that Megatron-Core builds an optimizer of the others."""
+    """Context in which these parameters require no gradient, so that Megatron-Core builds an optimizer of the
+    others."""
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:

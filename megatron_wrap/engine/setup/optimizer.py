@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from megatron_wrap.engine.state.muon import MatrixLayout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
-"""As in Megatron-LM's arguments.py; Transformer Engine keeps FP8 in bytes."""
+"""Dtypes of optimizer states by name, as in Megatron-LM's arguments.py; Transformer Engine keeps FP8 in bytes."""
 _OF_DTYPE = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype")
 
 
 def build_optimizer(
     config: RunConfig, model_config: Any, chunks: list[torch.nn.Module], parallel: ParallelState
 ) -> CheckedOptimizer:
-    """Megatron-Core's optimizer over all chunks; in half precision it also scales the loss, after `grad_scale_func` of
-    `model_config`."""
+    """Megatron-Core's optimizer over all chunks. In half precision it also scales the loss: `grad_scale_func` of
+    `model_config` is extended by the loss scale."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from megatron_wrap.engine.state.checked_optimizer import CheckedOptimizer
@@ -69,8 +69,8 @@ def _with_muon(
     parallel: ParallelState,
     overrides: Mapping[str, Any],
 ) -> list[Any]:
-    """Megatron-Core's optimizers with AdamW and with Muon, each for its parameters; those of which no process has any
-    are left out."""
+    """Megatron-Core's optimizers with AdamW and with Muon, each for its parameters; an optimizer is left out if no
+    process has parameters for it."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     from megatron_wrap.engine.state.muon import Muon

@@ -15,7 +15,7 @@ from megatron_wrap.profiling.step_profiler import StepProfiler
 
 
 def build_step_profiler(state: TrainingState, output_dir: Path) -> StepProfiler | None:
-    """The profiler that `megatron_wrap.profile` asks for; None if all of its steps have been taken.
+    """The profiler of `megatron_wrap.profile`; None if all of its steps have been taken.
 
     Args:
         output_dir: of the run.

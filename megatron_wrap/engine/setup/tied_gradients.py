@@ -1,5 +1,5 @@
-"""Adds the sum of the gradients of what the first and the last pipeline stage both have to the end of a step's backward
-pass. Megatron-Core does so for tied embeddings."""
+"""Adds up the gradients of parameters that the first and the last pipeline stage both have, at the end of a step's
+backward pass. Megatron-Core does so for tied embeddings."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_wrap.parallel.collectives import reduce_in_place
 
 
 def with_tied_gradients(finalize: Callable[..., Any], chunks: Sequence[torch.nn.Module]) -> Callable[..., Any]:
-    """Megatron-Core's function that completes the gradients of a step; if there are copies of parameters on both
-    stages, followed by the sum of their gradients over both."""
+    """The function that completes the gradients of a step: Megatron-Core's, followed by the sum over both stages of the
+    gradients of parameters that both stages have."""
     from megatron.core import parallel_state
 
     copied = list(_copied(chunks))
@@ -32,7 +32,8 @@ def with_tied_gradients(finalize: Callable[..., Any], chunks: Sequence[torch.nn.
 
 
 def _copied(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
-    """Trained rows of tied embeddings, and embeddings that layers for multi-token prediction use."""
+    """Parameters that the first and the last stage both have: trained rows of tied embeddings, and embeddings that
+    layers for multi-token prediction use."""
     from megatron_wrap.model.gpt_model import BatchFirstGPTModel
     from megatron_wrap.nn.adapters.token_rows import ROWS, token_rows_of
 

@@ -16,8 +16,8 @@ from megatron_wrap.parallel.state import ParallelState
 
 
 def add_token_rows(chunk: Any, config: RunConfig, parallel: ParallelState, vocab_size: int) -> None:
-    """Add the rows to a bare model chunk whose weights are set. Rows of an embedding are its sibling
-    `word_embeddings_adapter`, and with tied weights also those of an output layer in the same chunk. Collective over
+    """Add the rows to a bare model chunk whose weights are set. The rows of an embedding are in its sibling
+    `word_embeddings_adapter`, with tied weights also the rows of an output layer in the same chunk. Collective over
     tensor-parallel ranks.
 
     Raises:

@@ -1,5 +1,5 @@
 """Transformer Engine's user buffers: memory that the GPUs of a tensor-parallel group write to directly, so that the
-communication of its layers overlaps with their products."""
+communication of its layers overlaps with their matmuls."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _KEY = "megatron_lm.model.parallel.tp_comm_overlap"
 
 
 def start_user_buffers(config: RunConfig, platform: Platform, model_config: TransformerConfig) -> None:
-    """Allocate the buffers of a model of Transformer Engine's layers with `tp_comm_overlap`, before its first pass
-    (collective over all processes); nothing for other models. They hold one micro-batch, as in Megatron-LM
-    (megatron/training/initialize.py), and belong to the process: `Platform.uninstall` ends them.
+    """Allocate the buffers of a model of Transformer Engine's layers with `tp_comm_overlap`, before its first pass; do
+    nothing for other models. The buffers have the size of one micro-batch, as in Megatron-LM
+    (megatron/training/initialize.py), and belong to the process: `Platform.uninstall` releases them. Collective over
+    all processes.
 
     Raises:
         ConfigError: micro-batches differ in size, or the GPUs here have no multicast and UB_SKIPMC is not set.

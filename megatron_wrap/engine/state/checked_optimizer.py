@@ -1,6 +1,5 @@
-"""Megatron-Core's optimizer with its step in parts, so that the check for a non-finite update and the metrics need one
-synchronization together, during which the device updates already. Import this module only after the platform is
-installed."""
+"""Megatron-Core's optimizer with its step in parts: the check for a non-finite update and the metrics share one
+synchronization, during which the device already updates. Import this module only after the platform is installed."""
 
 from __future__ import annotations
 
@@ -21,20 +20,20 @@ from megatron_wrap.platform.megatron_core.adam import model_copies, without_mode
 from megatron_wrap.platform.megatron_core.versions import gradients_for_norm, largest_gradient_norm
 
 _LARGE = 2**22
-"""Elements of a gradient from which on a kernel of its own sums its squares."""
+"""Number of elements from which on a gradient has a separate kernel that sums its squares."""
 
 
 class CheckedOptimizer(ChainedOptimizer):
     """Megatron-Core's chained optimizer. `prepare` computes the gradient norm on the device; `update` takes it from the
     host, checks it before a parameter changes, and clips and applies the gradients. Where Adam can make the check on
-    the device, `start_update` queues all that before the host knows the norm, and `update` only reports.
+    the device, `start_update` queues the update before the host knows the norm, and `update` only reports.
 
     In both supported Megatron-Core versions `ChainedOptimizer.step` calls `prepare_grads`, `get_grad_norm` (with and
     without clipping) and then `step_with_ready_grads`; the first two return the results of `prepare` here. The norm is
     the same on every rank, so all ranks decide alike without another collective.
 
     Args:
-        parts: of what `get_megatron_optimizer` returns; this object takes them over.
+        parts: the optimizers in the result of `get_megatron_optimizer`, which then belong to this object.
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -52,8 +51,8 @@ class CheckedOptimizer(ChainedOptimizer):
             device: of the gradients.
 
         Returns:
-            Summands of the squared norm over all parameters, each fp32 [1] and the same on every rank; pass their
-            values to `update`.
+            Summands of the squared norm over all parameters, each fp32 [1] and the same on every rank, whose values
+            `update` takes.
         """
         self._scaler_states = [scaler.state_dict() for scaler in self._grad_scalers()]
         self._overflow, self._is_started = super().prepare_grads(), False
@@ -135,11 +134,12 @@ class CheckedOptimizer(ChainedOptimizer):
 
     @property
     def _largest_norm(self) -> float:
-        """Above it the gradients are not applied."""
+        """Largest gradient norm with which the gradients are applied."""
         return min(largest_gradient_norm(part.config) for part in self.chained_optimizers)
 
     def _scaling_step(self) -> tuple[bool, float, int]:
-        """`step`, without passes for clipping and for the copies of parameters in half precision."""
+        """Megatron-Core's `step` without separate passes for clipping and for the copies of parameters in half
+        precision."""
         if self._overflow:
             return False, 0.0, 0
         num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else 0
@@ -152,7 +152,7 @@ class CheckedOptimizer(ChainedOptimizer):
         """Apply the gradients.
 
         Args:
-            factor: of a limit of the norm; it is that of Megatron-Core's clip_grad_by_total_norm_fp32.
+            factor: the clipping factor, as in Megatron-Core's clip_grad_by_total_norm_fp32.
         """
         parts = self._with_optimizers
         for part in parts:
@@ -176,7 +176,7 @@ class CheckedOptimizer(ChainedOptimizer):
         return [part.grad_scaler for part in parts if part.grad_scaler is not None]
 
     def prepare_grads(self) -> bool:
-        """Whether there is an fp16 overflow; `prepare` has prepared the gradients already."""
+        """Whether there is an fp16 overflow; `prepare` has already prepared the gradients."""
         return self._overflow
 
     def get_grad_norm(self) -> float:
@@ -203,5 +203,5 @@ def _square_sum(gradients: list[Tensor], group: Any, device: torch.device) -> Te
 
 
 def _is_large(gradient: Tensor) -> bool:
-    """Whether a kernel of its own sums the squares of this gradient faster than one for many tensors does."""
+    """Whether a separate kernel sums the squares of this gradient faster than a kernel for many tensors."""
     return gradient.is_cuda and gradient.numel() >= _LARGE and gradient.is_contiguous() and has_triton()

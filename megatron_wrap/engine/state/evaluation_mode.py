@@ -13,8 +13,8 @@ from megatron_wrap.platform.megatron_core.generation import without_fp8
 
 @contextmanager
 def evaluation_mode(state: TrainingState) -> Iterator[None]:
-    """No dropout, no graph and no FP8. With `overlap_param_gather` the parameters are gathered first, because in
-    training the forward pass gathers them. Within itself it changes nothing."""
+    """Context without dropout, graph and FP8. With `overlap_param_gather` the parameters are gathered first, because in
+    training the forward pass gathers them. A nested use changes nothing."""
     if not state.chunks[0].training:
         yield
         return

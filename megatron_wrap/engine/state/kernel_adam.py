@@ -13,14 +13,16 @@ from megatron_wrap.platform.megatron_core.adam import GroupStepAdam
 
 
 class KernelAdam(GroupStepAdam):
-    """See `GroupStepAdam`. On a GPU with Triton a kernel reads each gradient once, with `gradient_factor`, and writes
-    copies of the parameters in the model's dtype; elsewhere torch multiplies a copy of some gradients at a time."""
+    """See `GroupStepAdam`. On a GPU with Triton, a kernel reads each gradient once, applies `gradient_factor`, and
+    writes copies of the parameters in the model's dtype. Elsewhere torch multiplies copies of a few gradients at a
+    time."""
 
     copies: Mapping[Tensor, Tensor] | None = None
-    """As in `write_copies`."""
+    """Parameter -> copy that the next steps also write, as in `write_copies`; None: no copies."""
 
     def write_copies(self, copies: Mapping[Tensor, Tensor] | None) -> None:
-        """The next steps also write new values to these copies of parameters, as in `model_copies`; None: to none."""
+        """Let the next steps also write new values to these copies of parameters, as in `model_copies`; None: to
+        none."""
         self.copies = copies
 
     def _update_group(self, params: list[Tensor], group: dict[str, Any]) -> None:

@@ -15,26 +15,26 @@ from megatron_wrap.parallel.collectives import broadcast_on, gather_tensors
 from megatron_wrap.parallel.state import Axis
 
 _COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7
-"""Of the iteration, as in Keller Jordan's Muon and in `torch.optim.Muon`."""
+"""Coefficients and epsilon of the Newton-Schulz iteration, as in Keller Jordan's Muon and in `torch.optim.Muon`."""
 MOMENTUM = "muon_momentum"
 """Name of the momentum in the optimizer's state and in checkpoints."""
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """How a parameter, or each entry of a stack of experts' parameters, is stored: its shard and its matrices."""
+    """The layout of a parameter, or of each entry of a stack of experts' parameters: its shard and its matrices."""
 
     tp: Axis
-    """The axis over which it is sharded."""
+    """The tensor-parallel axis over which the parameter is sharded."""
     dim: int | None
     """Dimension of the matrix that is sharded; None: replicated."""
     replicas: Axis
     """The processes with the same shard, which share the work."""
     repeats: int = 1
-    """The whole parameter consists of this many equal blocks of rows, each with rows of every matrix."""
+    """Number of equal blocks of rows in the whole parameter, each with rows of every matrix."""
     rows: tuple[int, ...] | None = None
-    """Rows of each matrix in a block: queries, keys and values of a group, or gate and up of a shard; None: the
-    parameter is one matrix."""
+    """Number of rows of each matrix in a block: queries, keys and values of a group, or gate and up of a shard; None:
+    the parameter is one matrix."""
 
     def whole(self, shard: Tensor) -> Tensor:
         """The parameter without sharding, [..., A, B]. Collective over `tp`."""
@@ -58,15 +58,15 @@ class Muon(torch.optim.Optimizer):
     """The update of `torch.optim.Muon` for every matrix of Hugging Face's model that a parameter contains.
 
     The momentum of a shard is kept on every process that has the shard. For the update a parameter is gathered over its
-    tensor-parallel axis and its matrices are orthogonalized, by one of the processes with the same shard, which sends
-    it to the others, so the work of a step is divided by their number.
+    tensor-parallel axis and its matrices are orthogonalized. One of the processes with the same shard computes this and
+    sends the result to the others, so the work of a step is divided by their number.
 
     Args:
         params: parameter groups.
         lr, weight_decay: as in `torch.optim.Muon`; decay is decoupled.
         momentum, nesterov, ns_steps: as in `torch.optim.Muon`.
         adjust_lr_fn: "original" or "match_rms_adamw", as in `torch.optim.Muon`.
-        ns_dtype: of the iteration; `torch.optim.Muon` has bf16.
+        ns_dtype: dtype of the Newton-Schulz iteration; `torch.optim.Muon` uses bf16.
         layouts: parameter -> its layout; read in the first step, so it may be filled later.
 
     State: `muon_momentum` per parameter, with its shape and dtype: the running mean of the gradient.
@@ -120,7 +120,8 @@ class Muon(torch.optim.Optimizer):
             parameter.sub_(update * (self._ratios(parameter, layout) * group["lr"]))
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        """The momentum after this gradient, with Nesterov's correction; a shard. Updates the state."""
+        """The direction of the update as a shard: the momentum after this gradient, with Nesterov's correction. Updates
+        the state."""
         assert parameter.grad is not None
         gradient, average = parameter.grad, self.state[parameter][MOMENTUM]
         average.lerp_(gradient, 1 - self._momentum)
@@ -160,8 +161,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Newton-Schulz iteration towards the orthogonal factor of a matrix [A, B], the operations of `torch.optim.Muon`
-    in this dtype; contiguous or the transpose of a contiguous matrix."""
+    """Newton-Schulz iteration towards the orthogonal factor of a matrix [A, B], with the operations of
+    `torch.optim.Muon` in this dtype. The result is contiguous, or the transpose of a contiguous matrix."""
     values = matrix.to(dtype, copy=True)
     if matrix.size(0) > matrix.size(1):
         values = values.T
@@ -187,5 +188,5 @@ def _entries(parameter: Tensor) -> Sequence[Tensor]:
 
 
 def _work(parameter: Tensor) -> float:
-    """Multiplications of an iteration, in proportion."""
+    """Number of multiplications of an iteration, up to a factor."""
     return float(parameter.numel() * min(parameter.shape[-2:]))

@@ -1,4 +1,4 @@
-"""A step: what is counted before it, what it has summed so far, and the result of its update."""
+"""A step in progress: the counts made before it, the sums so far, and the result of its update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepWeights:
-    """What the loss of each micro-batch needs of the whole step; counted before its first backward pass."""
+    """Counts of the whole step that the loss of each micro-batch needs; made before the first backward pass."""
 
     counts: StepCounts
     """Loss weights and tokens over all micro-batches and replicas."""
@@ -43,13 +43,14 @@ class OpenStep:
     sums: MetricSums
     """Metrics of the micro-batches so far."""
     started: float
-    """time.perf_counter() at its beginning."""
+    """Value of time.perf_counter() at the beginning of the step, in seconds."""
     samples: Sequence[Any]
-    """Of the global batch, as far as they have been passed."""
+    """Samples of the global batch that have been passed so far."""
     random_states: RandomStates | None = None
-    """Of this process at its beginning, to repeat it; None: a non-finite loss is not refused."""
+    """States of this process's random generators at the beginning of the step, to repeat it; None: a non-finite loss is
+    not refused."""
     parts: int = 0
-    """Parts that have been passed, of a step in parts."""
+    """Number of parts that have been passed, if the step is passed in parts."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,11 @@ class Update:
     """Result of one optimizer step; the same on every rank."""
 
     applied: bool = False
-    """Parameters were updated; False on an fp16 overflow, or if the batch has no loss weight."""
+    """Whether parameters were updated; False on an fp16 overflow, or if the batch has no loss weight."""
     grad_norm: float = 0.0
     """Norm of the gradient over all parameters before clipping; 0 on an overflow."""
     num_zeros: int = 0
     """Number of zeros in the gradient, if they are counted."""
     is_bad: bool = False
-    """Not applied, and no state changed: the loss or the norm of the gradient is not finite, or the loss is a spike."""
+    """Whether the step is bad: the loss or the gradient norm is not finite, or the loss is a spike. No state was
+    changed."""

@@ -15,17 +15,17 @@ from megatron_wrap.platform.megatron_core.graphs import set_tracked_states, trac
 
 @dataclass(frozen=True)
 class RandomStates:
-    """States of Python's, numpy's, torch's, the device's and Megatron-Core's random generators. Takes tens of
-    microseconds, and does not wait for the device."""
+    """States of Python's, numpy's, torch's, the device's and Megatron-Core's random generators. `now` takes tens of
+    microseconds and does not wait for the device."""
 
     python: Any
     numpy: Any
     host: Tensor
-    """Of torch on the CPU."""
+    """State of torch's generator on the CPU."""
     device: Tensor | None
-    """Of a GPU."""
+    """State of the GPU's generator; None without a GPU."""
     tracker: dict[str, Tensor]
-    """Of Megatron-Core, by name."""
+    """States of Megatron-Core's generators, by name."""
 
     @classmethod
     def now(cls, device: torch.device) -> RandomStates:

@@ -37,9 +37,9 @@ class BestEvaluation:
     every rank."""
 
     iteration: int | None = None
-    """None: there is none yet."""
+    """Iteration of the best evaluation; None: there is none yet."""
     value: float | None = None
-    """Of the metric."""
+    """Value of the metric in the best evaluation; None: there is none yet."""
     evaluations_since: int = 0
     """Evaluations in a row that were not better."""
     compared_iteration: int | None = None
@@ -83,22 +83,23 @@ class Progress:
     skipped_iterations: int = 0
     """Steps without an update: loss-scale overflow, no loss weight in the whole batch, or a bad step."""
     bad_steps: int = 0
-    """Steps whose loss or gradient was not finite, or whose loss was a spike, that did not end the run."""
+    """Number of steps whose loss or gradient was not finite or whose loss was a spike, and after which the run
+    continued."""
     rollbacks: int = 0
-    """Times the run has gone back to a checkpoint after a bad step."""
+    """Number of times the run returned to a checkpoint after a bad step."""
     left_out: list[int] = field(default_factory=list)
     """Positions in the order of the training data of samples that no later step takes, ascending."""
     recent_losses: list[float] = field(default_factory=list)
-    """Of the last steps with an update, as many as `megatron_wrap.bad_steps.spike_window`; [] without a
+    """Losses of the last steps with an update, at most `megatron_wrap.bad_steps.spike_window`; [] without a
     spike_threshold."""
     skipped_samples: int = 0
-    """Rows of the data that were left out because they cannot be used."""
+    """Number of rows of the data that were left out because they cannot be used."""
     data: dict[str, Any] = field(default_factory=dict)
-    """Where the order of samples continues, as far as `consumed_samples` does not imply it: `Cursor.saved`."""
+    """State of the order of samples, as far as `consumed_samples` does not imply it: `Cursor.saved`."""
 
     @property
     def cursor(self) -> Cursor:
-        """Where the order of samples continues."""
+        """The position at which the order of samples continues."""
         return Cursor.of(self.consumed_samples, self.data)
 
     def consume(self, batch: Sequence[Any]) -> None:
@@ -131,10 +132,10 @@ class TrainingState:
     prepare_sample: Callable[[Any], Any]
     """The flow's `prepare_sample`, after outputs computed before training were added to the sample."""
     calculate_loss: CalculateLoss
-    """The flow's `calculate_loss`; `check_parity` puts an observer around it."""
+    """The flow's `calculate_loss`; `check_parity` wraps it in an observer."""
     shape: ModelShape
     micro_batching: MicroBatching
-    """How a batch is split into micro-batches."""
+    """Rule by which a batch is split into micro-batches."""
     localization: Localization
     """Takes this process's part of micro-batches."""
     pipeline_schedule: PipelineSchedule
@@ -144,7 +145,7 @@ class TrainingState:
     reduction: MetricReduction
     """Sums metrics over ranks."""
     stragglers: Stragglers | None = None
-    """Compares the processes' times; None: not compared."""
+    """Comparison of the processes' times; None: they are not compared."""
     reference: ReferenceModel | None = None
     """The frozen model of `megatron_wrap.models`, the reference or the teacher."""
     best: BestEvaluation = field(default_factory=BestEvaluation)
@@ -152,17 +153,17 @@ class TrainingState:
     offered: PreparedBatch | None = None
     """The batch that `wrap.batches` yielded last in this process, until a step consumes it."""
     open_step: OpenStep | None = None
-    """A step of which `wrap.forward_backward` has computed parts."""
+    """Step of which `wrap.forward_backward` has computed parts; None: no such step is open."""
     stop_requested: Callable[[], bool] = bool
-    """Whether this process knows of a request to end the run."""
+    """Function that returns whether this process knows of a request to end the run."""
     steps_without_weight: int = 0
-    """The last steps in a row whose batch had no loss weight; not saved."""
+    """Number of last steps in a row whose batch had no loss weight; not saved."""
     bad_steps_in_a_row: int = 0
-    """The last steps in a row that were bad; not saved."""
+    """Number of last steps in a row that were bad; not saved."""
     extra_padding: int = 0
     """Tokens of padding beyond the layout's divisor; `check_parity` sets it to check that padding changes no result."""
     policy_flops: Flops = field(init=False)
-    """Of a step's passes of the trained model."""
+    """FLOPs of a step's passes of the trained model."""
 
     def __post_init__(self) -> None:
         self.policy_flops = training_flops(self.shape)
@@ -170,15 +171,16 @@ class TrainingState:
             self.policy_flops += forward_flops(self.shape)
 
     def with_cursor(self, samples: Sequence[Any]) -> Sequence[Any]:
-        """Samples of a step with their cursor in the training data: a list that is trained on while a batch of
-        `wrap.batches` is open, such as one made from its samples, stands for that batch."""
+        """Samples of a step with their cursor in the training data. A list that is trained on while a batch of
+        `wrap.batches` is open, such as one made from its samples, gets the cursor of that batch."""
         if isinstance(samples, PreparedBatch) or self.offered is None:
             return samples
         return self.offered.with_samples(samples)
 
     @property
     def step_flops(self) -> Flops:
-        """Of all passes of a step over its tokens; samples of `get_step_samples` count as many tokens."""
+        """FLOPs of all passes of a step over its tokens; samples of `get_step_samples` are counted with as many
+        tokens."""
         if self.reference is None:
             return self.policy_flops
         flops = self.policy_flops + self.reference.flops
@@ -208,6 +210,6 @@ class StepReport:
     flow_metrics: tuple[str, ...]
     """Names of the metrics that the flow reports."""
     stop_requested: bool = False
-    """A process knows of a request to end the run."""
+    """Whether a process knows of a request to end the run."""
     is_trained: bool = True
-    """A token of the step had a loss."""
+    """Whether a token of the step had a loss."""
