@@ -1,1 +1,1 @@
-"""Data files, sample order, tokenizers, and conversion of chats to token ids with a loss mask."""
+"""Data files, the order of samples, tokenizers, and the conversion of chats to token ids with a loss mask."""

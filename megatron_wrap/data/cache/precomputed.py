@@ -16,7 +16,7 @@ from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.utils.atomic_write import named_write_errors, write_atomically
 
 MANIFEST = "precomputed.json"
-"""Facts about the outputs and the number of samples of each file; written last."""
+"""File with facts about the outputs and the number of samples of each file; written last."""
 _HASHES, _ENDS = "hashes", ".ends"
 _FORMAT = 1
 _ADVICE = "give another folder, or free space in this one"
@@ -71,7 +71,7 @@ class PrecomputedWriter:
             self._write()
 
     def close(self) -> int:
-        """Write the rest, then the manifest; returns the number of samples."""
+        """Write the remaining outputs, then the manifest; returns the number of samples."""
         self._write()
         manifest = {**self._facts, "format": _FORMAT, "files": self._files}
         with named_write_errors(self._folder, _ADVICE):
@@ -167,7 +167,7 @@ class PrecomputedOutputs:
         return outputs
 
     def _table(self, number: int) -> np.ndarray:
-        """uint8 [samples, 32], the hashes of a file."""
+        """Hashes of a file's samples, uint8 [samples, 32]."""
         stored = self._file(number).get(_HASHES)
         table = None if stored is None else stored[:]
         if table is None or table.dtype != np.uint8 or table.ndim != 2 or table.shape[1] != 32:
@@ -193,7 +193,7 @@ class PrecomputedOutputs:
         return bool((np.diff(ends, prepend=0) >= 0).all()) and ends[-1:].tolist() == total
 
     def _file(self, number: int) -> dict[str, Any]:
-        """Name -> tensor of a file, which is read where it is indexed."""
+        """Name -> tensor of a file; a tensor's data is read when it is indexed."""
         if self._process != os.getpid():  # an open file belongs to the process that opened it
             self._files, self._process = {}, os.getpid()
         if number not in self._files:
@@ -209,7 +209,7 @@ class PrecomputedOutputs:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON cannot express, as one that it can: arrays and tensors as lists."""
+    """Convert a value that JSON cannot express to one that it can: arrays and tensors to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -1,4 +1,5 @@
-"""Prepared samples as bytes: JSON for the structure, raw bytes for numbers. Reading calls no code that they name."""
+"""Prepared samples as bytes: JSON for the structure, raw bytes for numbers. Decoding runs no code that the bytes
+name."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ import torch
 from megatron_wrap.errors import DataError
 
 _HEAD = struct.Struct("<II")
-"""CRC-32 of what follows these eight bytes, and the length of the JSON; the numbers come after it."""
+"""Header of an encoded sample: the CRC-32 of everything after these eight bytes, and the length of the JSON. The
+numbers follow the JSON."""
 _MANY = 8
-"""Lists of that many numbers are stored as an array."""
+"""Smallest length of a list that is stored as an array."""
 _KINDS = "biufcSUMm"
 """Kinds of numpy's dtypes that contain no Python objects."""
 
@@ -151,7 +153,7 @@ def _object(content: Any, numbers: memoryview) -> Any:
 
 
 def _field_names(kind: Any) -> list[str] | None:
-    """The names of a dataclass's or named tuple's fields; None of another class."""
+    """Names of the fields of a dataclass or named tuple; None for another class."""
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
     return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None

@@ -37,10 +37,10 @@ _KEY, _SAMPLES, _ENDS, _LENGTHS, _LENGTH_ENDS = "key.json", "samples.bin", "ends
 
 
 class Entry(NamedTuple):
-    """One prepared sample; the default is that of a row that cannot be used."""
+    """One prepared sample; the default stands for a row that cannot be used."""
 
     content: bytes = b""
-    """The sample, see `sample_codec`."""
+    """Encoded sample, see `sample_codec`; empty for a row that cannot be used."""
     lengths: tuple[int, ...] = ()
     """Tokens of each of its sequences."""
 
@@ -128,7 +128,7 @@ def open_cache(
 
 
 def _wrong_arrays(folder: Path) -> str | None:
-    """Which array is not one that a cache has, as text; None if each is."""
+    """The problem of an array that does not have the form of a cache's, as text; None if all have it."""
     arrays = {}
     for name, dtype in ((_ENDS, np.int64), (_LENGTHS, np.int32), (_LENGTH_ENDS, np.int64)):
         array = arrays[name] = np.load(folder / name, mmap_mode="r", allow_pickle=False)

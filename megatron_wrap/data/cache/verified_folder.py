@@ -33,10 +33,10 @@ def write_unless_complete(
     """Write a folder unless it is complete. One of the calling processes does so, the others wait.
 
     Args:
-        title: "the index" of something, for messages.
+        title: description of the folder for messages, such as "the index of ...".
         write: writes the files into a new folder.
         by_size: names of files of which the size alone is compared.
-        check: what else is wrong with a folder, as text; it may raise an OSError or ValueError.
+        check: returns any further damage of a folder, as text; it may raise an OSError or ValueError.
 
     Raises:
         OSError: it cannot be written.
@@ -71,7 +71,7 @@ def write_unless_complete(
 
 
 def _damage(folder: Path, check: Callable[[Path], str | None]) -> str | None:
-    """Why a folder cannot be used, as text; None if it can."""
+    """The reason why a folder cannot be used, as text; None if it can."""
     try:
         recorded = json.loads((folder / COMPLETE).read_text("utf-8"))
         if not isinstance(recorded, dict):

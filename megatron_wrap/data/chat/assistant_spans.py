@@ -19,7 +19,7 @@ ADD_MARKERS = (
     "(chat_template.jinja)"
 )
 MARK = "Xq7TextOfOneTurn7qX"
-"""Replaces a message's text, to find where a template writes it; no template trims, escapes or compares it."""
+"""Replacement for a message's text that shows where a template writes it; no template trims, escapes or compares it."""
 
 
 def assistant_spans(
@@ -27,10 +27,10 @@ def assistant_spans(
 ) -> tuple[str, list[Span], bool]:
     """The rendered conversation, the assistant's spans [begin, end) in characters, and whether a span is all text that
     a turn adds (True) or a generation block of the template (False). A message with "weight": 0, as in OpenAI's format
-    for fine-tuning, has none.
+    for fine-tuning, has no span.
 
     Args:
-        first: index of the first message whose span is returned; those before it have none.
+        first: index of the first message whose span is returned.
 
     Raises:
         DataError: the messages are malformed, the template rejects them, or the boundaries cannot be found.
@@ -84,7 +84,7 @@ class Conversation:
         self._tokenizer = tokenizer
 
     def special_token_end(self, text: str) -> int:
-        """Where the last special or added token in `text` ends; 0 if there is none."""
+        """End of the last special or added token in `text`, in characters; 0 if there is none."""
         return max((text.rfind(token) + len(token) for token in self._tokens() if token in text), default=0)
 
     def token_length(self, text: str, position: int) -> int:
@@ -96,8 +96,8 @@ class Conversation:
         return {token for token in (*self._tokenizer.all_special_tokens, *added) if token}
 
     def with_stop_token(self, text: str, span: Span) -> Span:
-        """The span, with the special token after it if it contains none itself: the templates of GLM-4.5 do not close a
-        turn, so the model ends it with the token that begins the next one."""
+        """The span, extended by the special token after it if it contains none itself. The templates of GLM-4.5 do not
+        close a turn, so the model ends it with the token that begins the next one."""
         begin, end = span
         special = [token for token in self._tokenizer.all_special_tokens if token]
         if any(token in text[begin:end] for token in special):
@@ -112,8 +112,8 @@ class Conversation:
         marked: int | None = None,
         mark_names: bool = False,
     ) -> str:
-        """The first `count` messages rendered (None: all); MARK stands for the text of message `marked`, with
-        `mark_names` also for the names of the tools that it calls, which a template may repeat in their answers."""
+        """The first `count` messages rendered (None: all). MARK replaces the text of message `marked`, and with
+        `mark_names` also the names of the tools that it calls, which a template may repeat in their answers."""
         shown = self.messages[:count]
         if marked is not None:
             shown = [
@@ -157,7 +157,7 @@ class Conversation:
 
 
 def _turn_span(chat: Conversation, index: int, text: str) -> Span:
-    """The span that message `index` adds to the conversation's `text` after its generation prompt."""
+    """The span in `text`, the whole conversation, that message `index` adds after its generation prompt."""
     try:
         prompt = chat.text(index, add_generation_prompt=True)
         upto = chat.text(index + 1)
@@ -183,9 +183,9 @@ def _turn_span(chat: Conversation, index: int, text: str) -> Span:
 
 
 def _begin(chat: Conversation, index: int, text: str, prompt: str) -> int | None:
-    """Where message `index` begins in `text`: after the part of its `prompt` (the messages before it, and the
-    generation prompt) that follows the text of the message before it. A generation prompt may contain text that the
-    turn has itself, such as DeepSeek-R1's <think>."""
+    """Position in `text` at which message `index` begins: after the part of its `prompt` (the messages before it, and
+    the generation prompt) that follows the text of the message before it. A generation prompt may contain text that
+    belongs to the turn, such as DeepSeek-R1's <think>."""
     before, lead = 0, prompt
     for earlier in reversed(range(index)):
         ends = _end_of_text(chat, text, earlier), _end_of_text(chat, prompt, earlier, index, add_generation_prompt=True)
@@ -200,9 +200,9 @@ def _begin(chat: Conversation, index: int, text: str, prompt: str) -> int | None
 
 
 def _end(chat: Conversation, index: int, text: str, upto: str) -> int | None:
-    """Where message `index` ends in `text`: after the text that closes it in `upto`, the conversation up to it. There,
-    a template may also write a token that closes the conversation, as Phi-3's does, or end the turn with another token,
-    as those of gpt-oss (<|return|> instead of <|end|>) and OLMo 3 do."""
+    """Position in `text` at which message `index` ends: after the text that closes it in `upto`, the conversation up to
+    it. At the end of `upto` a template may also write a token that closes the conversation, as Phi-3's does, or another
+    end-of-turn token, as those of gpt-oss (<|return|> instead of <|end|>) and OLMo 3 do."""
     end, end_upto = _end_of_text(chat, text, index), _end_of_text(chat, upto, index, index + 1)
     if end is None or end_upto is None:
         return None
@@ -222,8 +222,8 @@ def _end(chat: Conversation, index: int, text: str, upto: str) -> int | None:
 def _end_of_text(
     chat: Conversation, text: str, index: int, count: int | None = None, add_generation_prompt: bool = False
 ) -> int | None:
-    """Where the text of message `index` ends in `text`, the first `count` messages rendered; None if the template does
-    not show it, or renders later messages differently with it."""
+    """Position at which the text of message `index` ends in `text`, which is the first `count` messages rendered (None:
+    all); None if the template does not render that text, or renders later messages differently with it."""
     _, mark, tail = chat.text(count, add_generation_prompt, marked=index).rpartition(MARK)
     return len(text) - len(tail) if mark and text.endswith(tail) else None
 
@@ -243,7 +243,7 @@ def _end_of_shown_text(chat: Conversation, text: str, index: int) -> int:
 
 
 def _marked(message: dict, names: bool) -> dict:
-    """The message with MARK for its text, and for the arguments (and names) of its tool calls."""
+    """The message with MARK instead of its text, and instead of the arguments (and names) of its tool calls."""
     changed = dict(message)
     content = message.get("content")
     if isinstance(content, list):
@@ -261,12 +261,13 @@ def _marked(message: dict, names: bool) -> dict:
 
 
 def _may_have_text(message: dict) -> bool:
-    """Whether a template may get a text for an empty one; that of gpt-oss refuses one with a call's thoughts."""
+    """Whether a template accepts a text as the message's content. That of gpt-oss refuses one together with the
+    thoughts of a call."""
     return bool(message["content"]) or "thinking" not in message
 
 
 def _changed_call(call: Any, change: Callable[[Mapping], dict]) -> Any:
-    """The tool call with `change` of what it calls: its name and arguments."""
+    """The tool call with `change` applied to its function, which has a name and arguments."""
     if not isinstance(call, Mapping):
         return call
     if "function" in call:
@@ -294,7 +295,7 @@ def _normalized(messages: Sequence[Any]) -> list[dict]:
 
 
 def _message_weight(message: dict, index: int) -> int:
-    """0 if an assistant's message has no loss, else 1.
+    """Weight of an assistant's message: 0 if it has no loss, else 1.
 
     Raises:
         DataError: it has another weight.

@@ -1,5 +1,5 @@
-"""What a chat template leaves out of a conversation: a template renders the parts of a message that it knows, and drops
-others without an error."""
+"""Finds parts of a conversation that a chat template drops: a template renders the parts of a message that it knows,
+and omits others without an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _END_OF_THOUGHTS = "</think>"
 
 def dropped_parts(tokenizer: Any, sample: Any) -> set[str]:
     """Keys of `PARTS` that the chat template drops from a sample's conversation: the text of a message except thoughts,
-    the name of a called function, the name of a described one. Empty without messages, or where the template
+    the name of a called function, the name of a described function. Empty if there are no messages, or the template
     rejects them."""
     if tokenizer is None or not isinstance(sample, Mapping):
         return set()
@@ -44,7 +44,8 @@ def _dropped(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) 
 
 
 def _is_in(text: str, shown: str) -> bool:
-    """Whether a rendered conversation contains a text as it is, or as JSON, as Llama 3.1 shows the answers of tools."""
+    """Whether a rendered conversation contains a text unchanged, or as JSON, as Llama 3.1 renders the answers of
+    tools."""
     return compact(text) in shown or compact(json.dumps(text, ensure_ascii=False)[1:-1]) in shown
 
 
@@ -79,5 +80,5 @@ def _names(functions: Any) -> Iterator[str]:
 
 
 def compact(text: str) -> str:
-    """The text without white space, in one Unicode form."""
+    """The text without white space, in Unicode's normalized form."""
     return "".join(unicodedata.normalize("NFKC", text).split())

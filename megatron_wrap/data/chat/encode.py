@@ -16,7 +16,7 @@ from megatron_wrap.errors import DataError
 IGNORED_LABEL = -100
 """The label of a token without loss: torch.nn.functional.cross_entropy's default `ignore_index`."""
 LossOn = Literal["assistant", "last_assistant", "all"]
-"""Tokens of a conversation that have a loss: of every turn of the assistant, of its last one, or all."""
+"""Tokens of a conversation that have a loss: those of every turn of the assistant, those of its last turn, or all."""
 SAMPLE_KEYS = (
     '"messages" (and "tools"), "prompt" and "completion", "text", '
     '"input_ids" and "loss_mask", or "input_ids" and "labels"'
@@ -46,9 +46,9 @@ def tokenize_chat(
 
     The ids equal `tokenizer.apply_chat_template(messages)`. The mask covers the assistant's text and its end-of-turn
     token: the template's `{% generation %}` blocks if it has them, else the text that each assistant message adds to
-    the rendered conversation before it (including its generation prompt), as the whole conversation shows it: without
-    the thoughts that a template drops once another question follows. A token with characters inside and outside such
-    a span is included, because the model has to generate it.
+    the rendered conversation before it (including its generation prompt). That text is as in the whole conversation,
+    without the thoughts that a template drops once another question follows. A token with characters inside and outside
+    such a span is included, because the model has to generate it.
 
     Args:
         messages: `{"role": ..., "content": ...}` in order, with any roles and keys that the template supports.

@@ -1,4 +1,4 @@
-"""Tokens of a run's tokenizer that the weights it starts from were never trained with."""
+"""Tokens of a run's tokenizer that the initial weights were never trained with."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens whose rows of embedding and output layer begin as the mean of the others'."""
+    """Tokens whose rows of embedding and output layer are initialized with the mean of the other rows."""
 
     ids: tuple[int, ...]
-    """Of the new tokens, ascending."""
+    """Ids of the new tokens, ascending."""
     trained: tuple[int, ...]
-    """Ids of the tokens whose rows the mean is taken of, ascending."""
+    """Ids of the tokens whose rows are averaged, ascending."""
 
     @property
     def listed(self) -> str:
@@ -25,13 +25,14 @@ class NewTokens:
 
 
 def new_tokens(tokenizer: Any, original: Any, num_rows: int, vocab_size: int) -> NewTokens | None:
-    """The tokens that are new to weights; None if there are none. A row that belongs to no token is left as it is.
+    """The tokens that are new to weights; None if there are none. A row that belongs to no token is unchanged.
 
     Args:
         tokenizer: of the run.
-        original: that of the weights; None: not known, and all of their rows were trained.
-        num_rows: of the weights, without padding; a published model often has more than its tokenizer has tokens.
-        vocab_size: of the model, without padding; of a teacher the rows that the student has, too.
+        original: tokenizer of the weights; None: it is not known, and all rows of the weights count as trained.
+        num_rows: rows of the weights, without padding; a published model often has more rows than its tokenizer has
+            tokens.
+        vocab_size: of the model, without padding; for a teacher the number of rows that the student has as well.
     """
     unknown: set[int] = set()
     trained = set(range(min(num_rows, vocab_size)))

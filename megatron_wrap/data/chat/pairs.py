@@ -15,8 +15,8 @@ PAIR_KEYS = (
 
 
 def are_equal_answers(sequences: Sequence[Any]) -> bool:
-    """Whether the sequences of a sample are a pair with the same tokens, whose loss has no gradient in most losses on
-    pairs."""
+    """Whether the sequences of a sample are a pair with the same tokens, for which most losses on pairs have no
+    gradient."""
     return len(sequences) == 2 and list(sequences[0].input_ids) == list(sequences[1].input_ids)
 
 

@@ -14,7 +14,7 @@ KINDS = "a text, a list of messages or a list of token ids"
 
 
 def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """A prompt for people to read: a text as it is, messages as one line `role: content` each."""
+    """A prompt as text for people: a text unchanged, messages as one line `role: content` each."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -20,7 +20,7 @@ class TextTokens:
     text: str
     input_ids: list[int]
     extents: list[Span] | None
-    """None for tokenizers without offsets (slow tokenizers, written in Python)."""
+    """Character span of each token; None for tokenizers without offsets (slow tokenizers, written in Python)."""
 
     @classmethod
     def of(cls, tokenizer: Any, text: str) -> "TextTokens":
@@ -141,7 +141,7 @@ def _tokens_before(tokenizer: Any, tokens: TextTokens, length: int) -> int:
 
 
 def possible_end_ids(tokenizer: Any) -> set[int]:
-    """Special and added tokens, except the unknown token, which stands for any rare character."""
+    """Ids of special and added tokens, except the unknown token, which replaces any rare character."""
     return (set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)) - {tokenizer.unk_token_id}
 
 

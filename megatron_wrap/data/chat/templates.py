@@ -1,7 +1,7 @@
 """Renders a conversation with a chat template as transformers does, in a process with limits of time and memory.
 
-A template is a program of a model's folder: it may never end, or compute a text of any size within a single function
-written in C, which only the kernel can stop.
+A template is a program from a model's folder. It may never end, or compute a text of any size within a single C
+function, which only the kernel can stop.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.utils.pools.processes import become_worker, forking
 
 MAX_RENDER_SECONDS = 30.0
-"""Computing time of all renderings of one row, each of its turns included."""
+"""Computing time in seconds of all renderings of one row, each of its turns included."""
 MAX_RENDER_BYTES = 1 << 29
-"""Bytes by which the process may grow during one of them."""
+"""Bytes by which the process may grow during one rendering."""
 MAX_STOPPED_IN_A_ROW = 5
-"""Rows whose renderings are stopped in a row before the template is blamed instead of the rows."""
+"""Number of successive rows whose renderings are stopped before the template is blamed instead of the rows."""
 _PARENT_CHECK_SECONDS = 1.0
 Result = TypeVar("Result")
 
@@ -44,7 +44,7 @@ def rendered(
         variables: more arguments of transformers' `render_jinja_template`.
 
     Raises:
-        TemplateLimitError: it takes more than a limit, or renders more than MAX_CHARACTERS characters.
+        TemplateLimitError: the rendering exceeds a limit, or has more than MAX_CHARACTERS characters.
         ValueError: the template rejects the conversation.
     """
     # Not apply_chat_template, which returns the generation blocks only as a token mask. With tokenizers that trim white
@@ -60,7 +60,7 @@ def rendered(
 
 
 def bounded(work: Callable[[], Result]) -> Result:
-    """`work()`, the renderings of one row; in any thread, one row of a process at a time.
+    """Run `work()`, the renderings of one row, within the limits; in any thread, one row of a process at a time.
 
     Raises:
         TemplateLimitError: they take longer than MAX_RENDER_SECONDS of computing time, or one takes more memory than
@@ -72,7 +72,7 @@ def bounded(work: Callable[[], Result]) -> Result:
 
 @lru_cache(maxsize=1)
 def _renderer(process: int) -> _Renderer:
-    """The renderer of a process: a forked one has none of its parent's."""
+    """The renderer of this process; a forked process does not use its parent's."""
     return _Renderer()
 
 
@@ -126,7 +126,8 @@ class _Renderer:
 
 
 class _Stopped(BaseException):
-    """A rendering was stopped at a limit. No Exception: nothing takes it for an error of the template."""
+    """A rendering was stopped at a limit. It is no Exception, so that no handler takes it for an error of the
+    template."""
 
 
 def _fork() -> tuple[int, Connection]:
@@ -147,7 +148,7 @@ def _fork() -> tuple[int, Connection]:
 
 
 def _serve(connection: Connection, parent: int, render: Callable[..., Any]) -> None:
-    """Answer what is sent with the text, the spans and the error, until the parent ends or closes its end; return if
+    """Answer each request with the text, the spans and the error, until the parent ends or closes its end; return if
     there is not enough memory."""
     become_worker()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

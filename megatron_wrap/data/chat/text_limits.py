@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_wrap.errors import DataError
 
 MAX_CHARACTERS = 1 << 25
-"""Of a text that is tokenized, or that a chat template renders. A token takes about 300 bytes while it is made."""
+"""Largest number of characters of a text that is tokenized or that a chat template renders. Tokenization takes about
+300 bytes for each token."""
 
 
 def check_text(text: str) -> None:

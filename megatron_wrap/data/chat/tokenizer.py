@@ -13,7 +13,7 @@ from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.errors import ConfigError, DataError, missing_path_hint, special_file
 
 MAX_BYTES = 1 << 29
-"""Of a file of a tokenizer; large ones have 40 MB."""
+"""Largest size of a tokenizer's file in bytes; large ones have 40 MB."""
 _TEXT_FILES = (".json", ".txt", ".model", ".jinja")
 _PROBES = (
     "x y  z\n\n    indented\tand\r\n",
@@ -68,7 +68,7 @@ _GROWN: dict[tuple[str, tuple[str, ...]], tuple[Any, Any]] = {}
 
 
 def _with_new(path: str, tokens: tuple[str, ...], loaded: Any) -> Any:
-    """A copy of a loaded tokenizer with further tokens, the same one for each call."""
+    """A copy of a loaded tokenizer with further tokens; each call returns the same copy."""
     key = path, tokens
     if key not in _GROWN or _GROWN[key][0] is not loaded:
         grown = copy.deepcopy(loaded)
@@ -78,8 +78,8 @@ def _with_new(path: str, tokens: tuple[str, ...], loaded: Any) -> Any:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether a tokenizer failed, rather than the process being interrupted: a panic of its Rust library is no
-    Exception."""
+    """Whether a tokenizer failed, rather than the process being interrupted: a panic of the tokenizers' Rust library is
+    no Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -139,7 +139,7 @@ def _is_hub_id(text: str) -> bool:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json; empty if there is none."""
+    """The content of tokenizer_config.json; empty if there is no such file."""
     try:
         values = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -159,11 +159,12 @@ def _tokenizer_json(path: str) -> Path | None:
 
 
 def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
-    """What a tokenizer does otherwise than its tokenizer.json, as text; None if they agree.
+    """The first difference between a tokenizer and its tokenizer.json, as text; None if they agree.
 
     Classes of transformers such as LlamaTokenizer take the vocabulary from the file, and build the rest by rules of
     their own. The ids of the file's added tokens, of a few texts, and of the texts of 1,000 tokens are compared. Each
-    text begins with a letter: what a class prepends to a space, or after a special token, is its own convention.
+    text begins with a letter, because classes have their own conventions for a text that begins with a space or follows
+    a special token.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast

@@ -21,12 +21,13 @@ from megatron_wrap.errors import DataError, missing_path_hint
 MAGIC = b"MMIDIDX\x00\x00"
 """First bytes of PREFIX.idx."""
 HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, code of the type, sequences, document ends."""
+"""Format of the header of PREFIX.idx: magic, version, code of the token type, number of sequences, number of document
+ends."""
 TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 """Code of a type -> NumPy's name (`DType` of Megatron-Core)."""
 _ENDINGS = (".bin", ".idx")
 _CHUNK = 1 << 16
-"""Values that are compared at a time; their int64 fit into a core's cache."""
+"""Number of values that are compared at a time; as int64 they fit into a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,13 @@ class IndexFile:
     dtype: str
     """Type of the tokens in PREFIX.bin."""
     lengths: np.ndarray
-    """int32 [documents], tokens of each; mapped from the file."""
+    """Tokens of each document, int32 [documents]; mapped from the file."""
     offsets: np.ndarray
-    """int64 [documents], byte of PREFIX.bin at which each begins; mapped from the file."""
+    """Byte of PREFIX.bin at which each document begins, int64 [documents]; mapped from the file."""
     ends: np.ndarray
-    """int64, the number of sequences up to the end of each document, with a 0 before the first; mapped from the
-    file."""
+    """Number of sequences up to the end of each document, after a first 0, int64; mapped from the file."""
     modes: np.ndarray
-    """int8 [documents], 0 is text; mapped from the file, empty without modes."""
+    """Mode of each document, int8 [documents], 0 for text; mapped from the file, empty without modes."""
 
     @property
     def documents(self) -> int:

@@ -20,7 +20,7 @@ from megatron_wrap.errors import DataError
 from megatron_wrap.utils.atomic_write import atomic_file, named_write_errors
 
 _UINT16_VOCABULARY = 65500
-"""Megatron-Core writes two bytes for each token of a vocabulary below this size, four from it on."""
+"""Vocabulary size from which on Megatron-Core writes four bytes for each token, and two below."""
 _CHUNK = 1 << 20
 _UNFINISHED = ".unfinished"
 
@@ -34,11 +34,11 @@ class Documents(NamedTuple):
     """Consecutive documents."""
 
     tokens: np.ndarray
-    """Of all documents, concatenated."""
+    """Tokens of all documents, concatenated."""
     lengths: np.ndarray
-    """int32, tokens of each sequence."""
+    """Tokens of each sequence, int32."""
     sequences: np.ndarray
-    """int64, number of sequences of each document."""
+    """Number of sequences of each document, int64."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,12 @@ def _write_index(parts: Sequence[Part], file: IO[bytes]) -> None:
 
 
 class GrowingFiles:
-    """The pair of files while documents are appended: tokens, lengths and ends in files beside the final ones.
+    """A pair of files to which documents are appended: tokens, lengths and ends, in files beside the final ones.
 
     Args:
         prefix: of the final files; those of this object are PREFIX.bin.unfinished and the like.
         dtype: of the tokens.
-        position: bytes of the three files to keep, from `sync`; the rest is cut off. A new pair: (0, 0, 0).
+        position: bytes of the three files to keep, from `sync`; the rest is cut off. (0, 0, 0) for a new pair.
 
     Raises:
         DataError: a file is shorter than `position`, or cannot be written.

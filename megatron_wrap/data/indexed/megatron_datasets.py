@@ -1,5 +1,5 @@
-"""Megatron-Core's data sets of windows (`GPTDataset`, `BlendedDataset`), built by its own builder in one process and
-opened by all others from a cache; the only file here that imports Megatron-Core."""
+"""Builds Megatron-Core's data sets of windows (`GPTDataset`, `BlendedDataset`) with its own builder in one process; all
+others open them from a cache. No other file of this folder imports Megatron-Core."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
 
     @staticmethod
     def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
-        """One data set, in this process."""
+        """Build one data set in this process."""
         begun = time.monotonic()
         dataset = cls(*args)
         seconds = time.monotonic() - begun
@@ -107,7 +107,7 @@ def _name(dataset: Any) -> str:
 
 
 def log_here(text: str) -> None:
-    """Log a line from the process that builds, whatever its rank."""
+    """Log a line from the process that builds, whatever its rank is."""
     if logger.rank == 0:
         logger.info_rank_0(text)
     else:

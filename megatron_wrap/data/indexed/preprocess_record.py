@@ -34,8 +34,8 @@ class PreprocessProgress:
         total_bytes: stored bytes of all input files.
         files: sizes of the growing files of each key and part.
         messages: about the first rows that were left out.
-        all_read: the inputs were read to their end.
-        complete: the final files were written.
+        all_read: whether the inputs were read to their end.
+        complete: whether the final files were written.
     """
 
     position: tuple[int, int] = (0, 0)
@@ -108,10 +108,10 @@ class Record:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the right to write the files of this prefix.
+        """Hold the lock on the files of this prefix.
 
         Raises:
-            DataError: another process holds it, or the folder cannot be written.
+            DataError: another process holds the lock, or the folder cannot be written.
         """
         from filelock import FileLock, Timeout
 

@@ -114,8 +114,8 @@ class IndexedData:
 
 
 def open_indexed(config: RunConfig, vocab_size: int, tokenizer: Any) -> IndexedData:
-    """Open the windows of a run whose data is indexed. The index is built by one process of each node, or of all nodes
-    that share the cache; the others wait for it.
+    """Open the windows of a run whose data is indexed. One process of each node, or of all nodes that share the cache,
+    builds the index; the others wait for it.
 
     Args:
         vocab_size: of the model.
@@ -286,7 +286,7 @@ class _Opener:
 
 
 _Parts = tuple[tuple[float, float], ...]
-"""Begin and end of training, validation and test, as shares of the documents in their order."""
+"""Begin and end of training, validation and test data, as shares of the documents in their order."""
 _ALL_VALIDATION: _Parts = ((0.0, 0.0), (0.0, 1.0), (1.0, 1.0))
 
 

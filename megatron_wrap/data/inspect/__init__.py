@@ -1,1 +1,1 @@
-"""What a run is trained on, and the usual mistakes in it."""
+"""Shows the data that a run is trained on, and finds the usual mistakes in it."""

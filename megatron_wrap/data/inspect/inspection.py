@@ -1,4 +1,5 @@
-"""What a run is trained on, sample by sample: which tokens have a loss, what is cut off, and the usual mistakes."""
+"""Shows the data that a run is trained on, sample by sample: tokens with a loss, truncated tokens, and the usual
+mistakes."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ class Inspected:
     """One sample that the run accepts."""
 
     where: Callable[[], str]
-    """See `ReadSample`."""
+    """Function that returns the origin of the sample, see `ReadSample`."""
     source: str
     sequences: tuple[Tokens, ...]
     weight: float
     mistakes: tuple[str, ...]
-    """Keys of `MISTAKES`."""
+    """Mistakes of the sample, as keys of `MISTAKES`."""
 
     @property
     def length(self) -> int:
@@ -224,7 +225,7 @@ def histogram(lengths: Sequence[int], bins: int = 40) -> tuple[int, list[int]]:
 
 
 def _reason(where: Callable[[], str], message: str) -> str:
-    """The message with `FILE:ROW`, with which those of readers begin already."""
+    """The message after `FILE:ROW`, with which messages of readers already begin."""
     row = where()
     return message if message.startswith(row) else f"{row}: {message}"
 

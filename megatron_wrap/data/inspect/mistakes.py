@@ -20,9 +20,9 @@ class Mistake:
     title: str
     advice: str
     serious: bool = True
-    """False: often on purpose, so only worth a look."""
+    """Whether the mistake is serious; False: it is often on purpose, so only worth a look."""
     set_already: str = ""
-    """The advice where the run has set what `advice` would suggest."""
+    """The advice if the run has already set what `advice` would suggest."""
 
 
 MISTAKES: Mapping[str, Mistake] = {
@@ -77,7 +77,7 @@ MISTAKES: Mapping[str, Mistake] = {
 
 
 def advice_of(key: str, config: RunConfig) -> str:
-    """What to do about a mistake in a run, without what the run has set already."""
+    """The advice about a mistake in a run, without what the run has already set."""
     sources = [*derived.training_sources(config), *(s for group in config.data.validation.values() for s in group)]
     already = {
         "refused": config.data.on_bad_sample == "skip",
@@ -88,7 +88,7 @@ def advice_of(key: str, config: RunConfig) -> str:
 
 
 Kind = Literal["trained", "other", "cut"]
-"""Of a token: it has a loss, it is only read, or truncation removes it."""
+"""Kind of a token: it has a loss, it is only read, or truncation removes it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Tokens:
 
     input_ids: list[int]
     kinds: list[Kind]
-    """Of each token; the first one that is kept is never trained, because nothing precedes it."""
+    """Kind of each token; the first token that is kept is never trained, because nothing precedes it."""
     length: int
     """Tokens that the model reads, padding excluded."""
 
@@ -110,7 +110,7 @@ class Checks:
     """The checks of a run.
 
     Args:
-        tokenizer: of the run; None: what needs its special tokens or its text is not checked.
+        tokenizer: of the run; None: no checks that need its special tokens or its text.
         all_trained: the run trains all tokens of a conversation on purpose.
     """
 
@@ -161,7 +161,8 @@ class Checks:
         return mistakes
 
     def _shows(self, texts: Sequence[str], sequences: Sequence[Tokens]) -> bool:
-        """Whether each text is in the sequences, apart from white space; True where tokens do not show their text."""
+        """Whether the sequences contain each text, white space ignored; True if tokens cannot be converted to their
+        text."""
         unknown = getattr(self._tokenizer, "unk_token_id", None)
         if unknown is not None and any(unknown in tokens.input_ids for tokens in sequences):
             return True
@@ -178,7 +179,7 @@ def _all_trained(tokens: Tokens) -> bool:
 
 
 def _last_visible(tokenizer: Any, ids: Sequence[int], trained: Sequence[int]) -> Iterator[int]:
-    """The last trained token, and those before it as long as only white space follows them."""
+    """Ids of the last trained token and of those before it, up to the last one that is not only white space."""
     for position in reversed(trained):
         yield ids[position]
         if tokenizer.decode([ids[position]]).strip():

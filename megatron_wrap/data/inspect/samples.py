@@ -16,14 +16,14 @@ from megatron_wrap.errors import ConfigError, DataError, did_you_mean
 from megatron_wrap.platform import choose_platform
 
 _OF_STREAM = 10_000
-"""Samples that are read of a source without an end."""
+"""Number of samples that are read from a source without an end."""
 
 
 class ReadSample(NamedTuple):
     """A sample, or the DataError of a row that cannot be used."""
 
     where: Callable[[], str]
-    """`FILE:ROW`; counting the lines before it may read the file."""
+    """Function that returns `FILE:ROW`; counting the lines before the row may read the file."""
     source: str
     sample: Any
 

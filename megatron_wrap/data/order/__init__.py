@@ -1,1 +1,1 @@
-"""Which samples form each batch of a run, in which order, and the processes that read them ahead."""
+"""The samples of each batch of a run and their order, and the processes that read them ahead."""

@@ -1,5 +1,5 @@
-"""Which samples form each global batch of a run: a function of their order, the seed and the rule, so that all ranks
-and workers compute the same batches, and a resumed run continues with the next one."""
+"""Selects the samples of each global batch of a run: a function of their order, the seed and the rule, so that all
+ranks and workers compute the same batches, and a resumed run continues with the next one."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megatron_wrap.errors import DataError
 from megatron_wrap.metrics.number_format import counted
 
 _MOST_BAD = 10_000
-"""Successive bad rows after which the run ends, for a source of unknown length."""
+"""Number of successive bad rows after which the run ends, for a source of unknown length."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where the order of a run's samples continues. Positions are those of the `SampleStream`."""
+    """The point at which the order of a run's samples continues. Positions are those of the `SampleStream`."""
 
     consumed: int = 0
-    """Samples in the batches so far."""
+    """Number of samples in the batches so far."""
     ahead: int = 0
-    """Positions that were read and are not in `consumed`: rows left out, and samples in `waiting`."""
+    """Number of positions that were read and are not in `consumed`: rows left out, and samples in `waiting`."""
     waiting: tuple[tuple[int, ...], ...] = ()
     """Positions of the samples of each bin that is in no batch yet."""
     windows: int = 0
-    """Windows packed so far."""
+    """Number of windows packed so far."""
 
     @property
     def position(self) -> int:
@@ -47,8 +47,8 @@ class Cursor:
 
     @classmethod
     def of(cls, consumed: int, saved: Mapping[str, Any]) -> Cursor:
-        """The cursor from the number of consumed samples and `saved` values. {}: no row was left out and none is
-        waiting."""
+        """The cursor from the number of consumed samples and `saved` values. Empty values: no row was left out and none
+        is waiting."""
         waiting = tuple(tuple(map(int, positions)) for positions in saved.get("waiting", ()))
         return cls(consumed, int(saved.get("ahead", 0)), waiting, int(saved.get("windows", 0)))
 
@@ -59,22 +59,22 @@ class TokenBudget:
     same number of bins, in an order shuffled by the seed and the window."""
 
     pack: Callable[[Sequence[Sequence[int]]], list[list[int]]]
-    """Tokens of each sequence of each sample -> the samples of each bin."""
+    """Function: tokens of each sequence of each sample -> the samples of each bin."""
     num_bins: int
-    """Bins of a batch, over all replicas."""
+    """Number of bins in a batch, over all replicas."""
     window: int
-    """Least number of samples that are packed together."""
+    """Smallest number of samples that are packed together."""
 
 
 @dataclass(frozen=True)
 class BatchRule:
-    """How the samples are divided into global batches."""
+    """The rule by which the samples are divided into global batches."""
 
     seed: int
     samples_at: Callable[[int], int]
-    """Samples consumed so far -> samples of the next batch."""
+    """Function: samples consumed so far -> number of samples of the next batch."""
     budget: TokenBudget | None = None
-    """None: batches of `samples_at` samples."""
+    """Budget of batches with about equal numbers of tokens; None: batches of `samples_at` samples."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class BatchPlan:
     Args:
         reader: reads and checks samples.
         rule: how they are divided.
-        cursor: where the run continues.
+        cursor: of the run.
         left_out: positions that are in no batch.
     """
 

@@ -1,5 +1,5 @@
-"""Assignment of sequences to bins of limited length, and of bins to replicas with equal work. Plain arithmetic on
-lengths: every process computes the same result."""
+"""Assigns sequences to bins of limited length, and bins to replicas with equal work. Plain arithmetic on lengths: every
+process computes the same result."""
 
 from __future__ import annotations
 
@@ -144,7 +144,8 @@ def even_rows(
 
 
 def split_bins(bins: Sequence[Sequence[int]], costs: Sequence[float], count: int) -> list[list[int]]:
-    """Split the most expensive bins of several items until there are `count`; fewer if every bin has one item."""
+    """Split the most expensive of the bins with several items until there are `count` bins; fewer if every bin has one
+    item."""
     divided = [list(items) for items in bins]
     while len(divided) < count:
         divided.sort(key=lambda items: (len(items) > 1, sum(costs[item] for item in items)))

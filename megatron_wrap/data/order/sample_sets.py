@@ -26,7 +26,7 @@ from megatron_wrap.data.sources.rows import (
 from megatron_wrap.errors import DataError, Mistakes
 
 _LISTED = 5
-"""Malformed rows of a file that are listed."""
+"""Largest number of malformed rows of a file that are listed."""
 
 
 class NumberedSamples(Sequence[dict[str, int]]):
@@ -97,7 +97,7 @@ def training_stream(
     Args:
         sources: `derived.training_sources(config)`.
         seed: `megatron_lm.train.common.seed`.
-        shuffle: false: the order of the files.
+        shuffle: False: keep the order of the files.
         shuffle_buffer: samples of a block of a streaming source.
         mock_samples: `derived.mock_samples(config.data)`; not None: that many numbered samples instead.
 
@@ -136,7 +136,7 @@ def first_training_samples(
     sources: Sequence[SourceConfig], mock_samples: int | None, count: int, skip_bad: bool = False
 ) -> list[tuple[str, Any]]:
     """`FILE:ROW` and sample of the first rows of the training set, at least one of each source and at most `count` if
-    that is enough for them, without reading the rest of the files; empty without a training set.
+    that is enough for them, without reading the rest of the files. Empty without a training set.
 
     Args:
         skip_bad: leave out rows that cannot be used.
@@ -268,7 +268,7 @@ def _first_of_stream(source: SourceConfig) -> Rows:
 
 
 class _StreamedRows:
-    """Rows of a stream, kept with their `FILE:ROW`. See `Rows`."""
+    """Rows of a stream in memory, with their `FILE:ROW`. See `Rows`."""
 
     def __init__(self, rows: Sequence[tuple[str, Any]]) -> None:
         self._rows = rows

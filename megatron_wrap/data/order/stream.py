@@ -18,7 +18,7 @@ from megatron_wrap.errors import DataError
 
 
 class SourceRow(NamedTuple):
-    """Where a sample was read; both count from 0."""
+    """The source and row that a sample was read from; both count from 0."""
 
     source: int
     row: int
@@ -47,7 +47,7 @@ class SampleStream(Protocol):
         """`FILE:ROW` of the sample at `position`, for messages."""
 
     def row(self, position: int) -> SourceRow | None:
-        """Source and row of the sample at `position`; None: the source has no random access."""
+        """Source and row of the sample at `position`; None if the source has no random access."""
 
 
 class ShuffledRows:
@@ -118,7 +118,7 @@ class ShuffledBlocks:
 
     @property
     def samples_per_epoch(self) -> None:
-        """Not known before the end is read."""
+        """None: the number is not known before the end is read."""
         return None
 
     def read(self, position: int) -> Sample:
@@ -220,7 +220,7 @@ class Mixture:
         return part, number * self._counts[part] + int(self._cycle[2][offset])
 
     def _order(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each position of a cycle its stream, and the number of earlier samples of this stream in the cycle."""
+        """For each position of a cycle its stream, and the number of earlier samples of that stream in the cycle."""
         kind = np.min_scalar_type(len(self._counts))
         order = np.repeat(np.arange(len(self._counts), dtype=kind), self._counts)
         if self._shuffle:
@@ -235,8 +235,8 @@ class Mixture:
 
 
 def largest_remainders(weights: Sequence[float], total: int) -> list[int]:
-    """`total` divided by weights: each share is rounded down, and the rest goes to the largest remainders (Hamilton's
-    method), of equal ones to the first."""
+    """Divide `total` in proportion to weights: each share is rounded down, and the rest goes to the largest remainders
+    (Hamilton's method), of equal remainders to the first."""
     shares = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - shares[index])

@@ -16,9 +16,9 @@ class Preparation:
     """The part of a flow that handles one sample, before it is collated with others."""
 
     prepare: Callable[[Any], Any]
-    """Encodes a sample; DataError if it cannot be used."""
+    """Function that encodes a sample; DataError if it cannot be used."""
     lengths: Callable[[Any], Sequence[int]]
-    """Tokens of each sequence of a prepared sample."""
+    """Function that returns the tokens of each sequence of a prepared sample."""
 
 
 class PreparedSamples(Protocol):
@@ -28,7 +28,7 @@ class PreparedSamples(Protocol):
         """The prepared sample at `position`; None if there is none."""
 
     def lengths(self, position: int) -> Sequence[int] | None:
-        """Tokens of each of its sequences; None if there is none."""
+        """Tokens of each sequence of the prepared sample at `position`; None if there is none."""
 
 
 class SampleReader:
@@ -96,7 +96,7 @@ class SampleReader:
         return self._lengths[position]
 
     def problem(self, position: int) -> str | None:
-        """Why the row is left out, beginning with file and row; None if it can be used.
+        """The reason why the row is left out, beginning with file and row; None if it can be used.
 
         Raises:
             DataError: it cannot be used, and bad rows are not left out.

@@ -1,10 +1,10 @@
-"""Worker processes that compute items ahead of their use, and return them in order through shared memory.
+"""Worker processes that compute items before they are used, and return them in order through shared memory.
 
 A worker is forked from the process that uses it, so it needs no import and no pickled argument. It may use neither the
-device nor a process group, and starts no process but that which renders chat templates.
-`torch.utils.data.DataLoader` cannot replace this module: its tensors pass through /dev/shm, of which a container has
-64 MB, it pins no dataclasses, and it needs seconds to end a worker in the middle of an item. A pool of
-`concurrent.futures` copies results through a pipe.
+device nor a process group, and starts no process but that which renders chat templates. `torch.utils.data.DataLoader`
+cannot replace this module: its tensors pass through /dev/shm, of which a container has 64 MB, it does not page-lock
+dataclasses, and it needs seconds to end a worker in the middle of an item. A pool of `concurrent.futures` copies
+results through a pipe.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Message(NamedTuple):
 
 
 class _TensorBytes(NamedTuple):
-    """Where a message has a tensor's bytes."""
+    """Position of a tensor's bytes in a message, with its dtype and shape."""
 
     begin: int
     size: int

@@ -1,1 +1,1 @@
-"""Files of text to indexed data, and the training of a tokenizer."""
+"""Converts files of text to indexed data, and trains tokenizers."""

@@ -24,12 +24,12 @@ _COMPRESSED = (".gz", ".zst")
 
 
 class Position(NamedTuple):
-    """Where reading continues."""
+    """The point at which reading continues."""
 
     file: int = 0
-    """Index of the input file."""
+    """Index of the input file, from 0."""
     row: int = 0
-    """Index of its row, line or paragraph."""
+    """Index of the row, line or paragraph in the file."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Batch:
         path: the file; "" for a batch of whole files.
         numbers: number of each row from 1, for messages.
         rows: lines of JSON (bytes), rows of a table (mappings or BadSample), lines or paragraphs (bytes), or paths.
-        end: of this batch, where the next one begins.
+        end: position after this batch, at which the next one begins.
         done_bytes: stored bytes of all input files up to `end`.
     """
 

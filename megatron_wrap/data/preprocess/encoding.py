@@ -25,7 +25,7 @@ class Encoded:
         documents: of each key.
         rows: rows of the batch.
         bad: number of rows that were left out.
-        messages: about the first of them.
+        messages: about the first rows that were left out.
         text_bytes: size of the encoded texts in UTF-8.
     """
 
@@ -37,7 +37,7 @@ class Encoded:
 
 
 class Encoder:
-    """Turns a batch into token ids: those of `tokenizer(text, add_special_tokens=False)`, with the end of a document.
+    """Converts a batch to token ids: those of `tokenizer(text, add_special_tokens=False)`, with the end of a document.
 
     Args:
         tokenizer: of transformers. With a fast one, texts are encoded in batches by the tokenizers library.

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer from documents, saved as a Hugging Face folder."""
+"""Trains a byte-level BPE tokenizer on documents and saves it as a Hugging Face folder."""
 
 from __future__ import annotations
 

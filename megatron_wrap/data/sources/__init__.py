@@ -1,1 +1,1 @@
-"""Opens what a source names, and reads it as rows: JSON lines, tables, folders, hub ids, Python."""
+"""Opens the sources of samples and reads them as rows: JSON lines, tables, folders, hub ids, Python."""

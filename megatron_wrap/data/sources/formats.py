@@ -1,4 +1,4 @@
-"""From a row of a source to a sample as the flows take it: columns, formats, weights.
+"""Converts a row of a source to a sample as the flows take it: columns, formats, weights.
 
 | format | columns |
 | --- | --- |
@@ -35,7 +35,7 @@ _COLUMNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("prompt_ids", "chosen_ids", "rejected_ids"),
     ),
 }
-"""Format -> the alternative sets of columns that it needs."""
+"""Format -> the alternative sets of columns, one of which it needs."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 SHAREGPT_ROLES: Mapping[str, str] = {
@@ -276,7 +276,7 @@ def _check_text(sample: Sample, kind: str) -> None:
 
 
 def _listed(value: Any, subject: str) -> list[Any]:
-    """A list, also as JSON text, which tables have where the entries differ."""
+    """Convert a value to a list; tables have JSON text instead of a list if its entries differ."""
     value = _from_json(value, subject) if isinstance(value, str) else value
     if not isinstance(value, list):
         raise DataError(f"{subject} must be a list, not a {type(value).__name__}")

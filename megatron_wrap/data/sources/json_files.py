@@ -21,11 +21,12 @@ from megatron_wrap.utils.file_lock import locked
 _COMPRESSED = (".gz", ".zst")
 _BLOCK_BYTES = 1 << 20
 _BUFFER = 1 << 18
-"""Bytes read at once: with Python's 8 KiB, reading lines takes five times as long."""
+"""Bytes that are read at once: with Python's 8 KiB, reading lines takes five times as long."""
 _DAMAGE = (OSError, EOFError, zlib.error)
 _FREE_EXPANSION = 1 << 28
 _MAX_EXPANSION = 200
-"""Decompressed by stored bytes, of a file of more than _FREE_EXPANSION decompressed bytes; text reaches 3 to 20."""
+"""Largest ratio of decompressed to stored bytes, of a file of more than _FREE_EXPANSION decompressed bytes; text
+reaches 3 to 20."""
 
 
 def open_json(path: str) -> Rows:
@@ -42,7 +43,7 @@ def open_json(path: str) -> Rows:
 
 
 def stream_json(path: str) -> RowStream:
-    """The rows of such a file in order, without an index or a decompressed copy."""
+    """The rows of a file of such a format in order, without an index or a decompressed copy."""
     if is_array(path):
         return StreamOfRows(ListedRows(_read_array(path), path))
     return LineStream(path)
@@ -84,7 +85,7 @@ def numbered_lines(path: str, file: IO[bytes], limit: int) -> Iterator[tuple[int
     Args:
         path: for messages.
         file: of `open_bytes`.
-        limit: of the bytes of a line.
+        limit: largest number of bytes of a line that are read.
 
     Raises:
         DataError: the file is truncated or damaged.

@@ -13,7 +13,8 @@ from megatron_wrap.data.sources.rows import BadSample, converted
 from megatron_wrap.errors import DataError, missing_path_hint, special_file
 
 MAX_LINE_BYTES = 1 << 25
-"""Of a sample. Longer lines are refused: the file most likely lacks its line feeds, or is one JSON array."""
+"""Largest size of a line in bytes. Longer lines are refused: the file most likely lacks its line feeds, or is one JSON
+array."""
 _BLOCK_BYTES = 1 << 20
 
 
@@ -128,7 +129,7 @@ def parse_line(line: bytes, first: bool) -> dict[str, Any]:
 
 
 def too_long(where: str, length: int, limit: int) -> str:
-    """The message about a line of `length` bytes; not all of it may have been read."""
+    """The message about a line of `length` bytes, not all of which may have been read."""
     return (
         f"{where}: a line of {length:,} bytes or more, and a sample may have {limit:,}; write one JSON object per "
         "line, or divide it"

@@ -1,5 +1,5 @@
-"""The decoded size of a parquet file, which can be millions of times that of the file: its pages are compressed, and
-each value of a column may stand for a long text in a dictionary."""
+"""Estimates the decoded size of a parquet file, which can be millions of times that of the file: its pages are
+compressed, and each value of a column may refer to a long text in a dictionary."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 FREE_BYTES = 1 << 32
 MAX_EXPANSION = 1000
-"""Decoded by stored bytes, of a file of more than FREE_BYTES decoded bytes; repeated system prompts reach hundreds."""
+"""Largest ratio of decoded to stored bytes, of a file of more than FREE_BYTES decoded bytes; repeated system prompts
+reach hundreds."""
 _VALUE_BYTES = 8
-"""Of a number; 0 stored bytes may stand for many equal ones."""
+"""Decoded bytes of a number; 0 stored bytes may represent many equal numbers."""
 
 
 def check_decoded_size(path: str, shown: str) -> None:
-    """Refuse a parquet file that expands too much; reads its metadata and, where they matter, its
-    dictionaries.
+    """Refuse a parquet file that expands too much; reads its metadata and, where needed, its dictionaries.
 
     Args:
         shown: the file's name for messages.
@@ -46,7 +46,8 @@ def check_decoded_size(path: str, shown: str) -> None:
 
 
 def _sizes(file: pyarrow.parquet.ParquetFile, limit: int) -> Iterator[int]:
-    """Decoded bytes of each part of each column, or more where all parts may have so many."""
+    """Decoded bytes of each part of each column, or an upper bound where it is at most the part's share of the
+    limit."""
     metadata = file.metadata
     share = limit // max(1, metadata.num_row_groups * metadata.num_columns)
     for group in range(metadata.num_row_groups):

@@ -37,7 +37,7 @@ def converted(convert: Callable[[Any], Any], row: Any, where: Callable[[], str])
 
 
 class Rows(Protocol):
-    """Random access to the rows of a source."""
+    """Random access to the rows of a source, by index from 0."""
 
     def __len__(self) -> int: ...
 
@@ -56,7 +56,7 @@ class RowStream(Protocol):
         """Number of rows; None: not known before an iterator reaches the end."""
 
     def start_at(self, index: int) -> Iterator[tuple[str, Any]]:
-        """`FILE:ROW` and row (a malformed one as its BadSample), from row `index` to the end.
+        """Pairs of `FILE:ROW` and row (a malformed row as its BadSample), from row `index` to the end.
 
         Raises:
             DataError: the source cannot be read any further.
@@ -88,7 +88,7 @@ class JoinedRows:
 
 
 class ChosenRows:
-    """The rows of a reader with the given indices; messages name the rows of the whole."""
+    """The rows of a reader with the given indices; messages contain their row numbers in the whole reader."""
 
     def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
         self._rows, self._indices = rows, indices
@@ -123,7 +123,7 @@ class ListedRows:
 
 
 class StreamOfRows:
-    """Random access as a stream."""
+    """Random access read as a stream."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

@@ -18,7 +18,7 @@ from megatron_wrap.metrics.number_format import counted
 DEFAULT_SPLIT = "train"
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 1 << 28
-"""Of the rows of a parquet file that are decoded at once, on average."""
+"""Average size in bytes of the rows of a parquet file that are decoded at once."""
 
 
 class TableRows:
@@ -50,8 +50,8 @@ class TableStream:
 
     Args:
         name: the file, for messages.
-        batches: opens the table for reading from a row on: the index of the first row of each record batch, and the
-            batch. Earlier batches may be empty.
+        batches: opens the table for reading from a row on; it yields the index of the first row of each record batch,
+            and the batch. Earlier batches may be empty.
     """
 
     def __init__(self, name: str, batches: Callable[[int], Iterator[tuple[int, Any]]]) -> None:
@@ -157,7 +157,7 @@ def stream_parquet(path: str, columns: Sequence[str] | None = None) -> TableStre
         columns: to read; None: all.
 
     Raises:
-        DataError: when it is read: the file is missing, damaged, or has no such column.
+        DataError: while rows are read, if the file is missing, damaged, or has no such column.
     """
 
     def batches(index: int) -> Iterator[tuple[int, Any]]:
