@@ -28,8 +28,8 @@ _KEYS = (
     *("target_parameters", "use_rslora", "use_dora", "modules_to_save", "bias", "init_lora_weights"),
     "trainable_token_indices",
 )
-"""That determine modules, ranks, scales and whether initial factors are kept; others may differ in a run that
-continues."""
+"""Keys of `megatron_wrap.adapter` that determine modules, ranks, scales and whether initial factors are kept; the other
+keys may differ in a run that continues."""
 
 
 def check_adapter(
@@ -39,7 +39,7 @@ def check_adapter(
 
     Args:
         base: from `base_facts`, of the Hugging Face folder that the checkpoint needs; None: it has all weights.
-        continues: the optimizer is loaded as well.
+        continues: whether the optimizer is loaded as well.
 
     Raises:
         CheckpointError: one of them has an adapter and the other has none, or the base is another model.
@@ -81,7 +81,8 @@ def check_adapter(
 
 
 def _refuse_to_begin_without_folder(checkpoint: Path, adapter: AdapterConfig) -> None:
-    """Refuse what an adapter derives from the weights of hf_path, for one that begins with those of a checkpoint."""
+    """Refuse adapter settings that derive something from the weights of hf_path, if the run begins with those of a
+    checkpoint."""
     section, causes = SECTION_PATHS["adapter"], []
     if adapter.decomposes_base:
         initial = f"{section}.init_lora_weights: {adapter.init_lora_weights}"
@@ -102,7 +103,7 @@ def _refuse_to_begin_without_folder(checkpoint: Path, adapter: AdapterConfig) ->
 
 def base_facts(config: RunConfig) -> dict[str, Any]:
     """Path and digest of the run's base for a checkpoint; with `base_digest: weights` also the hashes of its weight
-    files, which a process reads once."""
+    files, for which a process reads them once."""
     hf_path = str(config.model_provider.hf_path)
     folder = resolve_folder(hf_path)
     facts: dict[str, Any] = {"path": hf_path, "digest": folder_digest(folder)}
@@ -138,8 +139,8 @@ def precheck_adapter(
     config: RunConfig,
     continues: bool,
 ) -> None:
-    """As `check_adapter` and `compare_adapters`, before any process starts and before the base of a hub id is
-    downloaded, which is not compared.
+    """Run the checks of `check_adapter` and `compare_adapters` before any process starts. A base with a hub id is not
+    downloaded yet, and not compared.
 
     Args:
         saved_adapter: `megatron_wrap.adapter` of the run that saved the checkpoint.

@@ -1,4 +1,4 @@
-"""Saves that other processes write while the run continues to train, at most one at a time.
+"""Saves that other processes write while the run continues to train, one at a time.
 
 A save of `wrap.save` copies the state of each rank to host memory and returns. Then, without communication between the
 ranks: the writer process of each rank writes, flushes and hashes its files, and at last a record of them in the hidden
@@ -34,7 +34,8 @@ from megatron_wrap.utils.dist_logger import logger
 
 _POLL_SECONDS = 0.02
 _LOST_SECONDS = 10.0
-"""Seconds after which an ending rank no longer waits for others whose files do not change: they were killed."""
+"""Seconds after which an ending rank no longer waits for other ranks whose files do not change, because those were
+killed."""
 _KEY = "megatron_wrap/save"
 
 
@@ -88,13 +89,14 @@ class BackgroundSaves:
         return self._save is not None and self._save.checkpoint == checkpoint
 
     def after_publication(self, checkpoint: Path, action: Callable[[], None]) -> bool:
-        """On global rank 0: call `action` once a checkpoint is published; False if it is not being written."""
+        """Call `action` once a checkpoint is published; False if no checkpoint is being written. On global rank 0."""
         save = self._save
         publication = None if save is None or save.checkpoint != checkpoint else save.publication
         return publication is not None and publication.then(action)
 
     def poll(self, iteration: int) -> None:
-        """After each step: learn of the end of the save. A failure is raised on all ranks after the same step.
+        """Check whether the save has ended; to be called after each step. A failure is raised on all ranks after the
+        same step.
 
         A rank takes no step without the others. What global rank 0 writes to the store before a step, all ranks read
         after it.
@@ -151,7 +153,7 @@ class BackgroundSaves:
             self._end(save, result or "")
 
     def finish_alone(self) -> None:
-        """Wait as `wait`, without communication: this rank may end because of an error. A failure is logged."""
+        """Wait as `wait` does, without communication, because this rank may end with an error. A failure is logged."""
         save = self._save
         if save is None or os.getpid() != self._process:
             return
@@ -177,7 +179,8 @@ class BackgroundSaves:
         return self._writer.process_id
 
     def _own_failure(self, save: _Save, timeout: float | None) -> str | None:
-        """Why this rank's files cannot be written; an empty text if they are, None if they are being written."""
+        """The reason why this rank's files cannot be written; an empty text once they are written, None while they are
+        being written."""
         if save.failure is None:
             save.failure = self._writer.finished(timeout)
         return save.failure
@@ -214,15 +217,15 @@ class _Save:
         self.store, self.iteration, self.partial, self.publication = store, iteration, partial, publication
         self.checkpoint = store.folder_of(iteration)
         self.failure = failure
-        """Of this rank's writer; empty: it has finished; None: it writes."""
+        """Failure of this rank's writer; empty once it has finished; None while it writes."""
         self.reported = False
-        """The failure is in the store."""
+        """Whether the failure is in the store."""
         self.result: str | None = None
-        """On global rank 0: the failure of the save, or an empty text, once it has ended."""
+        """Failure of the save, or an empty text, on global rank 0; None until the save has ended."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether the checkpoint is published, or will not be."""
+        """Whether the save has ended, with or without a published checkpoint."""
         if self.publication is not None:
             return not self.publication.is_alive()
         is_tracked = self.store.tracked() == str(self.iteration) or not self.checkpoint.is_dir()
@@ -248,7 +251,7 @@ class _Publication(threading.Thread):
         self._actions: list[Callable[[], None]] = []
         self._has_ended = False
         self.failure: str | None = None
-        """Set when the thread has ended without a checkpoint."""
+        """Failure of the publication, or of an action after it; None if there is none."""
 
     def run(self) -> None:
         while not all(record.is_file() for record in self._records):
@@ -272,7 +275,7 @@ class _Publication(threading.Thread):
                 self.failure = describe(failure)
 
     def then(self, action: Callable[[], None]) -> bool:
-        """Call `action` after the publication; False if that has ended already."""
+        """Call `action` after the publication; False if the publication has already ended."""
         with self._lock:
             if not self._has_ended:
                 self._actions.append(action)

@@ -1,4 +1,5 @@
-"""Values for the keys that a run's YAML leaves open; some are those of the checkpoint that the run resumes from."""
+"""Selects values for the keys that a run's YAML leaves open, some of them from the checkpoint that the run resumes
+from."""
 
 from __future__ import annotations
 
@@ -53,8 +54,9 @@ def decided(config: RunConfig, platform: Platform, parallel: ParallelState, voca
 
 
 def _saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str | None]:
-    """The choices in the checkpoint whose optimizer the run would load: section.key -> value, and, if it has the run's
-    layout, the layers of its pipeline stages and its `cp_comm_type`; without a checkpoint of ours none.
+    """The choices in the checkpoint whose optimizer the run would load: section.key -> value. If the checkpoint has the
+    run's layout, also the layers of its pipeline stages and its `cp_comm_type`. Empty without a checkpoint of this
+    package.
 
     Args:
         layout: of the run, from `layout_facts`.

@@ -1,4 +1,4 @@
-"""Content of a checkpoint as Megatron-Core's sharded state: which tensors and objects, under which names.
+"""Content of a checkpoint as Megatron-Core's sharded state: its tensors and objects, and their names.
 
 Names are those of Megatron-LM (megatron/training/checkpointing.py): `model`, `optimizer`, `opt_param_scheduler`. Each
 shard is described by its position in the unsharded tensor, so a checkpoint can be loaded on any layout.
@@ -35,12 +35,12 @@ CONTENT_METADATA: dict[str, Any] = {
     "chained_optim_avoid_prefix": True,
 }
 SAVED_MODULES = "modules_to_save."
-"""Beginning of the names of parameters that are trained whole in addition to adapters."""
+"""Prefix of the names of parameters that are trained whole in addition to adapters."""
 ADAPTER_PART = re.compile(
     rf"_adapter\.(?:(\d+\.)?(?:lora_(?:A|B|magnitude)|initial_[AB])_|token_rows)|(^|\.){re.escape(SAVED_MODULES)}"
 )
 _ORIGINAL = "original."
-"""Beginning of the keys of their originals in `model_entries`."""
+"""Prefix of the keys in `model_entries` of the original values of parameters that are trained whole."""
 RNG_KEY = "rng_state_of_rank"
 OPTIMIZER_PREFIX = "optimizer.state."
 
@@ -121,7 +121,7 @@ def vocabulary_weights(loaded: Mapping[str, Any], config: RunConfig) -> list[tor
 
 def without_fp8(entries: dict[str, Any]) -> dict[str, Any]:
     """The entries with the tensors of FP8 parameters in their nominal dtype, so that a checkpoint does not depend on
-    `fp8_param_gather`; call it after `optimizer_entry`, which finds parameters by their tensors. Changes the
+    `fp8_param_gather`; call it after `optimizer_entry`, which finds parameters by their tensors. Modifies the
     descriptions in place."""
     from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
@@ -172,7 +172,7 @@ def common_entries(progress: Progress, best: BestEvaluation) -> dict[str, Any]:
 
 
 def saved_best(common: dict[str, Any]) -> BestEvaluation:
-    """The best evaluation of a checkpoint's run; a checkpoint of Megatron-LM has none."""
+    """The best evaluation of a checkpoint's run; a default one if the checkpoint has none, as Megatron-LM's."""
     return BestEvaluation(**common.get("best_evaluation", {}))
 
 
@@ -264,8 +264,8 @@ def _metadata(parallel: ParallelState) -> dict[str, Any]:
 
 
 def _align_steps(optimizer: Any) -> None:
-    """Set Adam's step in groups without parameters, which do not count it: global rank 0, whose groups are saved, may
-    have no parameters that are trained. Collective."""
+    """Set Adam's step in groups without parameters, which do not count it: the groups of global rank 0 are saved, and
+    that rank may have no trained parameters. Collective."""
     groups = [group for part in optimizer_parts(optimizer) for group in part.optimizer.param_groups]
     step = max(gather_objects(max((group.get("step", 0) for group in groups), default=0)))
     for group in groups:

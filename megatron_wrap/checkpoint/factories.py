@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 
 def merged_in_place(sharded_state: Mapping[str, Any]) -> dict[str, Any]:
-    """The sharded state for a load. Its factories return the parameter itself where all of its parts were read into
-    it, and merge the parts as before elsewhere."""
+    """The sharded state for a load. Its factories return the parameter itself if all of its parts were read into it,
+    and otherwise merge the parts as before."""
     return dict(dict_list_map_outplace(_in_place, sharded_state))
 
 
@@ -54,7 +54,7 @@ class _Functions:
 
 
 def _are_all_of(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    """Whether the parts are views of the tensor, with all of its elements."""
+    """Whether the parts are views of the tensor that cover all of its elements."""
     storage = whole.untyped_storage().data_ptr()
     return sum(part.numel() for part in parts) == whole.numel() and all(
         part.untyped_storage().data_ptr() == storage for part in parts
@@ -62,7 +62,7 @@ def _are_all_of(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
 
 
 def _are_same(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Whether they are the same memory with the same shapes."""
+    """Whether two lists of tensors have the same memory and the same shapes."""
 
     def views(of: list[torch.Tensor]) -> list[Any]:
         return [(tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()) for tensor in of]

@@ -1,4 +1,4 @@
-"""Loading of the schedule of learning rate and weight decay, after a comparison with this run's."""
+"""Loads the schedule of learning rate and weight decay, after a comparison with this run's."""
 
 from __future__ import annotations
 

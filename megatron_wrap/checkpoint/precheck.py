@@ -1,4 +1,4 @@
-"""Validation of a checkpoint before any process starts; needs neither torch nor Megatron-Core, and writes nothing."""
+"""Validates a checkpoint before any process starts; needs neither torch nor Megatron-Core, and writes nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def find_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def existing_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """As `find_checkpoint`, and an error if there is none."""
+    """`find_checkpoint`, which raises an error if there is no checkpoint."""
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         raise CheckpointError(f"{folder}: contains no checkpoint; name a folder of checkpoints, or an iter_ folder")
@@ -86,7 +86,7 @@ class StartingCheckpoint:
 
     path: Path
     resumes: bool
-    """It is in `save`, and the run continues it; else it is in `load`."""
+    """Whether the checkpoint is in `save`, so that the run continues it; False: it is in `load`."""
 
 
 def starting_checkpoint(config: RunConfig) -> StartingCheckpoint | None:
@@ -157,8 +157,8 @@ def check_saved_vocabulary(checkpoint: Path, vocab_size: int) -> Mapping[str, An
 
 
 def tokens_new_to_checkpoint(checkpoint: Path, config: RunConfig, vocab_size: int) -> NewTokens | None:
-    """The tokens of the run's tokenizer that the run of a checkpoint did not have, for which its model has rows; None
-    if there are none, or its tokenizer is not known.
+    """Tokens of the run's tokenizer that the checkpoint's run did not have and for which its model has rows; None if
+    there are none, or if the checkpoint's tokenizer is not known.
 
     Args:
         vocab_size: of both models, without padding.
@@ -187,7 +187,7 @@ def refuse_new_tokens(checkpoint: Path, tokens: NewTokens | None) -> None:
 
 
 def refuse_resume(config: RunConfig) -> None:
-    """Raises CheckpointError if `resume` is never; called with a checkpoint to resume in `save`."""
+    """Raise a CheckpointError if `resume` is never; called with a checkpoint to resume in `save`."""
     if config.checkpoint.resume == "never":
         raise CheckpointError(
             f"{config.train.save} contains a checkpoint and megatron_wrap.checkpoint.resume is never; choose another "
@@ -196,7 +196,8 @@ def refuse_resume(config: RunConfig) -> None:
 
 
 def differing_runs(saved: SavedRun, config: RunConfig) -> list[str]:
-    """The keys that usually differ between two runs, not within one that is resumed, as texts with both values."""
+    """Texts with both values of each key that differs, for keys that differ between runs but not within a resumed
+    run."""
     texts = []
     for section, key in (("flow", "flow_key"), ("data", "data_key"), ("data", "train"), ("model_provider", "hf_path")):
         before, now = saved.section(section).get(key), section_of(config.resolved, section).get(key)
@@ -237,7 +238,7 @@ def compare_index(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:
         saved_resolved: as `compare_models`.
 
     Raises:
-        CheckpointError: the same prefixes are read in another order than the checkpoint's run did.
+        CheckpointError: the run would read the same prefixes in another order than the checkpoint's run.
     """
     if not derived.is_indexed(config.data):
         return
@@ -289,7 +290,8 @@ def _validated(checkpoint: Path) -> Path:
 
 
 def _refuse_torch_format(root: Path) -> None:
-    """Megatron-LM's `torch` format has one file for each model-parallel rank and can be loaded on one layout only."""
+    """Refuse Megatron-LM's `torch` format, which has one file for each model-parallel rank and can be loaded on one
+    layout only."""
     for pattern in ("mp_rank_*", "iter_*/mp_rank_*", "release/mp_rank_*"):
         path = min(root.glob(pattern), default=None)
         if path is not None:

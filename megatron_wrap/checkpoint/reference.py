@@ -1,6 +1,6 @@
-"""Checkpoints of the reference or teacher model beside those of the run, in the subfolder REFERENCE. They have weights
-only: one of iteration 0 if the model never changes, else one for each checkpoint of the run, with its
-iteration. All functions but `prune_references` are collective."""
+"""Checkpoints of the reference or teacher model beside those of the run, in the subfolder REFERENCE. They contain
+weights only. There is one of iteration 0 if the model never changes, else one for each checkpoint of the run, with the
+same iteration. All functions but `prune_references` are collective."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_wrap.parallel.agreement import agreed, on_rank_0
 
 
 def is_saved(reference: ReferenceModel) -> bool:
-    """Whether the model is part of the run's checkpoints; one that never changes is loaded from its own folder."""
+    """Whether the run's checkpoints include the model; a model that never changes is loaded from its own folder."""
     return reference.settings.source == "copy" or reference.settings.update_interval is not None
 
 
@@ -112,11 +112,11 @@ def load_weights(state: TrainingState, folder: str | os.PathLike[str]) -> None:
 
 
 def load_first_weights(state: TrainingState, folder: str | os.PathLike[str]) -> None:
-    """`load_weights` of the checkpoint that the configuration names. A damaged one is not replaced by an older one,
-    which would be another reference.
+    """`load_weights` of the checkpoint that the configuration names. An older checkpoint does not replace a damaged
+    one, because it would be another reference.
 
     Raises:
-        CheckpointError: as `load_weights`; about a damaged one it names the newest whole one of the folder.
+        CheckpointError: as `load_weights`; about a damaged checkpoint it names the newest undamaged one of the folder.
     """
     root = Path(folder).expanduser()
     damaged = on_rank_0(lambda: CheckpointStore(root).passed_over())
@@ -131,7 +131,7 @@ def load_first_weights(state: TrainingState, folder: str | os.PathLike[str]) -> 
 
 
 def _damaged(state: TrainingState, path: Path, reason: str) -> str:
-    """A message; on rank 0."""
+    """The message about a damaged checkpoint; on rank 0."""
     models, store = state.config.models, CheckpointStore(path.parent)
     candidates = [store.folder_of(iteration) for iteration in reversed(store.iterations())]
     whole = next((folder for folder in candidates if folder != path and content_damage(folder) is None), None)

@@ -33,11 +33,12 @@ _OF_THE_RUN = (
     *("make_vocab_size_divisible_by", "transformer_impl", "attention_softmax_in_fp32", "experts_impl"),
     *("moe_grouped_gemm", "moe_token_dispatcher_type", *sorted(TRAINING_KEYS)),
 )
-"""Keys of the architecture that choose kernels and training, not the model: all models of a run have the same."""
+"""Keys of the architecture that select kernels and training, not the model: all models of a run have the same
+values."""
 
 
 _OF_POLICY = ("copy", "base", "adapter")
-"""Sources whose model is the policy's."""
+"""Sources with which the reference model is the policy's model."""
 
 
 def reference_config(config: RunConfig) -> RunConfig | None:
@@ -54,8 +55,8 @@ def reference_config(config: RunConfig) -> RunConfig | None:
 
 
 def precompute_config(config: RunConfig) -> RunConfig:
-    """A run whose only model is the reference or teacher model of `config`, with its weights, for forward passes. With
-    `copy`, or without such a model: the policy before its first step.
+    """The configuration of a run for forward passes, whose only model is the reference or teacher model of `config`,
+    with its weights. With `copy`, or without such a model, it is the policy before its first step.
 
     Raises:
         MegatronWrapError: as `reference_config`.
@@ -177,7 +178,7 @@ def _of_checkpoint(config: RunConfig, folder: str) -> RunConfig:
 
 
 def _arch(config: RunConfig, model: Mapping[str, Any], wrap: Mapping[str, Any]) -> ArchConfig:
-    """The architecture of a run with these sections, with the keys that all models of a run share."""
+    """The architecture of a run with these sections, and with the values of the keys that all models of a run share."""
     common = {"micro_batch_size": 1, "global_batch_size": 1, "seq_length": config.train.seq_length, "train_iters": 1}
     content = {
         "megatron_lm": {"model": model, "train": {"common": common, "learning-rate": {"lr": 0.0}}},

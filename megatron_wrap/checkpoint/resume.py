@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes or starts from, and which state it has saved."""
+"""Selects the checkpoint that a run resumes or starts from, and keeps track of the saved state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
 
 _MAX_FAILED_SAVES = 3
-"""In a row, after which a run with `on_save_error: continue` ends."""
+"""Number of failed saves in a row after which a run with `on_save_error: continue` ends."""
 
 
 class RunCheckpoints:
@@ -51,15 +51,16 @@ class RunCheckpoints:
         self.loaded: tuple[Path, int] | None = None
         """Folder and iteration of the checkpoint that was loaded last."""
         self._loaded_all = False
-        """It contains the whole state after it was loaded."""
+        """Whether the last load loaded all parts that it requested."""
         self._reference_saved: tuple[str, int] | None = None
         """Checkpoint folder that contains this reference model, and its iteration there."""
         self._background: BackgroundSaves | None = None
-        """With `async_save`, from the first save."""
+        """Saves in the background; None without `async_save`, and before the first save."""
         self._failed_saves = 0
-        """In a row."""
+        """Number of saves in a row that have failed."""
         self._uploads: Uploads | None = None
-        """On global rank 0 of a run with a remote `save`, from the restore or the first save."""
+        """Uploads of checkpoints, on global rank 0 of a run with a remote `save`; None before the restore or the first
+        save, and on other ranks."""
 
     def restore(self, weights_only: bool = False) -> int | None:
         """Resume from the newest checkpoint in `save`, else start from `load`, if it is set.
@@ -253,7 +254,7 @@ class RunCheckpoints:
         return checkpoint
 
     def _start_uploads(self) -> None:
-        """From now on send the checkpoints in the staging folder, on global rank 0."""
+        """Start to send the checkpoints in the staging folder, on global rank 0."""
         config = self._state.config
         is_needed = config.remote_save is not None and self._uploads is None
         if is_needed and self._state.parallel.world.rank == 0:
@@ -267,7 +268,7 @@ class RunCheckpoints:
             atexit.register(self.finish_uploads)  # a program that ends without `close`
 
     def _make_room(self) -> None:
-        """Follow `on_upload_limit`."""
+        """Make room for another checkpoint by `on_upload_limit`."""
         config, uploads, is_waiting = self._state.config, self._uploads, False
         if config.remote_save is None:
             return
@@ -300,7 +301,7 @@ class RunCheckpoints:
         self._failed_saves = 0
 
     def tolerate(self, action: Callable[[], object]) -> None:
-        """Call what saves or waits for a save; with `on_save_error: continue` a failure is only logged.
+        """Call a function that saves or waits for a save; with `on_save_error: continue` a failure is only logged.
 
         Raises:
             CheckpointError: the save failed, and `on_save_error` is stop or too many in a row have failed.
@@ -318,7 +319,8 @@ class RunCheckpoints:
             )
 
     def _prune_references(self, folder: str, keep: int | None) -> Callable[[], None] | None:
-        """What removes the reference models of checkpoints that were removed, on rank 0; None if these have none."""
+        """The function that removes the reference models of removed checkpoints, on rank 0; None if checkpoints have
+        none."""
         state = self._state
         if state.reference is None or state.reference.settings.update_interval is None:
             return None
@@ -326,7 +328,7 @@ class RunCheckpoints:
         return lambda: prune_references(folder, keep, best)
 
     def poll(self) -> None:
-        """After each step: raise the failure of an asynchronous save.
+        """Raise the failure of an asynchronous save; to be called after each step.
 
         Raises:
             CheckpointError: on every rank, after the same step.
@@ -346,15 +348,15 @@ class RunCheckpoints:
                 self._background.wait()
 
     def close(self) -> None:
-        """End an asynchronous save without communication and the process that writes it, and wait for uploads."""
+        """End an asynchronous save, without communication, and its writer process, and wait for uploads."""
         if self._background is not None:
             self._background.close()
             self._background = None
         self.finish_uploads()
 
     def _save_reference(self, folder: str) -> None:
-        """Save the reference model, unless it is part of no checkpoint or was saved before; first, so that a visible
-        checkpoint has its reference."""
+        """Save the reference model, unless no checkpoint includes it or it was saved before. This precedes the save of
+        the run, so that a visible checkpoint has its reference."""
         reference = self._state.reference
         if reference is None or not is_saved(reference):
             return
@@ -381,7 +383,7 @@ class RunCheckpoints:
         continue. A save in the background ends first. No communication.
 
         Args:
-            how: it ended, the first words: "interrupted".
+            how: first words of the sentence, such as "interrupted".
         """
         if self._background is not None:
             self._background.finish_alone()
@@ -399,8 +401,8 @@ class RunCheckpoints:
         return f"{ended}; newest checkpoint: {store.find(newest)}; {resumes}"
 
     def record_best(self) -> None:
-        """Write beside the checkpoints that the one of the current iteration has the best evaluation, once it is
-        complete.
+        """Record in the checkpoint folder that the checkpoint of the current iteration has the best evaluation, once it
+        is complete.
 
         Raises:
             CheckpointError: on every rank, if the file cannot be written.
@@ -424,7 +426,8 @@ class RunCheckpoints:
 
 
 def _warn_of_newer(store: CheckpointStore) -> None:
-    """On rank 0. The tracker is older after it was set back by hand, or a kill between the rename and its update."""
+    """Warn about checkpoints newer than the tracker's, on rank 0. There are some after the tracker was set back by
+    hand, or after a kill between the rename and the tracker's update."""
     latest, newer = store.latest(), store.iterations()[-1:]
     if latest is not None and newer != [latest]:
         logger.warning_rank_0(
@@ -434,6 +437,6 @@ def _warn_of_newer(store: CheckpointStore) -> None:
 
 
 def _length_key(config: RunConfig) -> str:
-    """The key that sets the length of a run."""
+    """The YAML key that sets the length of a run."""
     set_keys = [name for name in ("train_epochs", "train_samples") if getattr(config.train, name) is not None]
     return f"megatron_lm.train.common.{[*set_keys, 'train_iters'][0]}"

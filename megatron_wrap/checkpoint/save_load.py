@@ -61,7 +61,7 @@ class LoadReport:
     skipped: tuple[str, ...]
     """Requested parts that were not loaded, with the reason."""
     other_layout: bool
-    """The checkpoint was saved on another parallel layout or platform."""
+    """Whether the checkpoint was saved on another parallel layout or platform."""
 
 
 def save_checkpoint(
@@ -81,7 +81,7 @@ def save_checkpoint(
         keep: number of checkpoints to keep, older ones but the best are removed; None keeps all.
         background: other processes write the checkpoint, and this function returns when the state is copied; None: it
             returns when the checkpoint is complete.
-        follow_up: called on global rank 0 once it is, without communication.
+        follow_up: called on global rank 0 once the checkpoint is complete, without communication.
 
     Returns:
         The checkpoint's folder.
@@ -185,7 +185,8 @@ def publish(
 def _publish_later(
     state: TrainingState, store: CheckpointStore, iteration: int, background: BackgroundSaves, after: Callable[[], None]
 ) -> None:
-    """As `publish`, but the files are written and the folder is renamed after the return, then `after` is called."""
+    """Publish a checkpoint as `publish` does, but write the files and rename the folder after the return, then call
+    `after`."""
     message = cannot_write(store.folder, "{}")
     with _hidden_folder(state, store, iteration, message) as partial:
         planned = plan(_full_state(state), partial, state.parallel.dp_cp.group, background.copy)
@@ -202,7 +203,7 @@ def _publish_later(
 
 @contextlib.contextmanager
 def _hidden_folder(state: TrainingState, store: CheckpointStore, iteration: int, message: str) -> Iterator[Path]:
-    """A hidden folder that all ranks see; removed if the block fails. Collective."""
+    """Context with a hidden folder that all ranks see; the folder is removed if the block fails. Collective."""
     partial = Path(on_rank_0(lambda: str(store.begin(iteration)), message))
     try:
         unseen = f"rank {state.parallel.world.rank} does not see {partial}, which rank 0 created"
@@ -246,7 +247,8 @@ class DamagedCheckpoint(CheckpointError):
 def read_verified(
     request: dict[str, Any], path: Path, group: Any, device: torch.device, *, whole: bool
 ) -> dict[str, Any]:
-    """`read` of a checkpoint, whose blocks are compared with their hashes before a tensor in them is read. Collective.
+    """Read a checkpoint with `read`, and compare its blocks with their hashes before a tensor in them is read.
+    Collective.
 
     Args:
         device: of most tensors.
@@ -303,7 +305,7 @@ def _describe(state: TrainingState, partial: Path) -> dict[str, Any]:
 def _commit(
     store: CheckpointStore, partial: Path, iteration: int, facts: dict[str, Any], hashes: dict[str, Any]
 ) -> None:
-    """The last part of a save, on rank 0 after all tensors are written."""
+    """Complete a save on rank 0, after all tensors are written."""
     versions.common_state_file(partial)
     store.commit(partial, iteration, facts, hashes)
 
@@ -320,9 +322,9 @@ class SavedContent:
     layout: dict[str, Any] | None
     has_optimizer: bool
     frozen: tuple[str, ...] | None
-    """`train.freeze` of the run that saved it; None: not recorded."""
+    """Value of `train.freeze` in the run that saved it; None: not recorded."""
     remainders: bool | None
-    """`content.keeps_remainders` of the run that saved it; None: not recorded."""
+    """Value of `content.keeps_remainders` in the run that saved it; None: not recorded."""
     base: dict[str, Any] | None
     """Path and digest of the Hugging Face folder that the checkpoint of an adapter needs; None: it has all weights."""
 
@@ -347,7 +349,8 @@ class SavedContent:
         return any(name.startswith(content.RNG_KEY + "/") for name in self.objects)
 
     def readable(self, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """The `model_entries` without the extra states of Transformer Engine that the checkpoint lacks."""
+        """The `model_entries` that the checkpoint contains: without the extra states of Transformer Engine that it
+        lacks."""
         return {
             name: {key: entry for key, entry in entries.items() if self._has_extra_state(entry)}
             for name, entries in models.items()

@@ -1,4 +1,5 @@
-"""What a checkpoint of this package records about the run that saved it; needs neither torch nor Megatron-Core."""
+"""Facts that a checkpoint of this package records about the run that saved it; needs neither torch nor
+Megatron-Core."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class SavedRun:
 
     def arch_selection(self) -> dict[str, Any]:
         """The content of `megatron_lm.model.arch` in a run's YAML that selects the saved architecture, with the sizes
-        that followed from tokenizer and sequence length."""
+        that were derived from tokenizer and sequence length."""
         values = dict(self.section("arch"))
         values["vocab_size"] = self.facts.get("vocab_size", values["vocab_size"])
         if values["max_position_embeddings"] is None:

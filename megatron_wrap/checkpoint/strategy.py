@@ -1,4 +1,4 @@
-"""Writing and reading of Megatron-Core's distributed format; a failure on one rank raises on all ranks.
+"""Writes and reads Megatron-Core's distributed format; a failure on one rank raises on all ranks.
 
 Megatron-Core's save reports failures of its writers to all ranks. But if only global rank 0 fails (writing the common
 state or the metadata), the other ranks wait in the next collective; here rank 0 takes part in it before it raises.
@@ -44,14 +44,14 @@ from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.platform.megatron_core import repairs, versions
 
 _BYTES_AROUND_A_TENSOR = 1024
-"""Of `torch.save`, and its part of the metadata."""
+"""Estimated overhead of a tensor in bytes: from `torch.save`, and in the metadata."""
 FAILURES = (*FILE_FAILURES, CheckpointException, CheckpointingException)
 """Exceptions of a failed write or a damaged file. torch's CheckpointException is not a subclass of Exception."""
 
 
 def write(sharded_state: dict[str, Any], folder: Path, group: Any) -> dict[str, Any]:
-    """`dist_checkpointing.save` into an empty folder, the writing shared by the ranks of `group`. Collective over all
-    ranks.
+    """Write into an empty folder as `dist_checkpointing.save` does; the ranks of `group` share the writing. Collective
+    over all ranks.
 
     The files are written by threads of each rank. Megatron-Core's own writer forks processes for them, and a rank waits
     forever if one of these is killed.
@@ -77,14 +77,15 @@ class PlannedSave:
     """A save whose tensors were copied, and whose files another process writes."""
 
     files: tuple[FileToWrite, ...]
-    """Of this rank."""
+    """Files of this rank."""
     finish: Callable[[Sequence[Mapping[str, Any]]], None]
-    """Of global rank 0, without communication: writes the metadata from the records of all ranks' `WriteJob`."""
+    """Function for global rank 0 that writes the metadata from the records of all ranks' `WriteJob`, without
+    communication."""
 
 
 def plan(sharded_state: dict[str, Any], folder: Path, group: Any, copy: HostCopy) -> PlannedSave:
-    """As `write`, but the tensors are copied to `copy` instead of written; they may change afterwards. Collective over
-    all ranks.
+    """Plan a save as `write` does, but copy the tensors to `copy` instead of writing them; they may change afterwards.
+    Collective over all ranks.
 
     Raises:
         CheckpointError: on every rank, if any rank has too little memory or could not write the common state.
@@ -98,8 +99,8 @@ def plan(sharded_state: dict[str, Any], folder: Path, group: Any, copy: HostCopy
 
 
 def _planned(sharded_state: dict[str, Any], folder: Path, group: Any) -> tuple[_PlanningSave, _SharedSave, list[Any]]:
-    """The plan, and Megatron-Core's buckets of this rank, (path, name, (objects, tensors)), which fit into the folder;
-    the common state is written."""
+    """Write the common state. Returns the plan, and Megatron-Core's buckets of this rank, (path, name, (objects,
+    tensors)), which fit into the folder."""
     base = _PlanningSave("torch_dist", 1)
     strategy = _SharedSave(base, group)
     buckets: list[Any] = []
@@ -132,7 +133,7 @@ def _check_space(folder: Path, buckets: Sequence[Any]) -> None:
 
 
 def _num_bytes(buckets: Sequence[Any]) -> int:
-    """Size of this rank's files."""
+    """Size of this rank's files in bytes."""
     total = 0
     for _, _, (objects, tensors) in buckets:
         total += sum(data.getbuffer().nbytes for _, data in objects)
@@ -210,7 +211,7 @@ def cannot_write(folder: Path, cause: str) -> str:
 
 
 def read(sharded_state: dict[str, Any], folder: Path, group: Any) -> dict[str, Any]:
-    """`dist_checkpointing.load`, the reading shared by the ranks of `group`. Collective over all ranks.
+    """Read as `dist_checkpointing.load` does; the ranks of `group` share the reading. Collective over all ranks.
 
     Returns:
         The state with tensors instead of their descriptions; the model's tensors are overwritten in place.

@@ -1,2 +1,2 @@
-"""The folders of checkpoints, when they are complete and how they are published; the files of one: their hashes, and
-for asynchronous saves the copy in host memory and the process that writes them."""
+"""The folders and files of checkpoints: which folders are complete, their publication, the hashes of files, and for
+asynchronous saves the copy in host memory and the process that writes."""

@@ -1,4 +1,4 @@
-"""Memory into which blocks of files are read, used again for the next ones."""
+"""Memory into which blocks of files are read, reused for later blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 class BlockMemory:
     """Buffers of the same size, for use from any thread.
 
-    The pages of new memory cost as much as the reading, so that memory is used again, and has large pages where the
-    system permits them.
+    New memory pages cost as much time as the reading, so memory is reused, and has large pages where the system permits
+    them.
 
     Args:
         num_bytes: the size of a buffer.
@@ -23,10 +23,10 @@ class BlockMemory:
         self._num_bytes, self._device = num_bytes, device
         self._free: list[memoryview] = []
         self._locked: list[int] = []
-        """Addresses."""
+        """Addresses of page-locked memory."""
 
     def take(self) -> memoryview:
-        """Unused memory, with arbitrary content."""
+        """A buffer that is not in use, with arbitrary content."""
         try:
             return self._free.pop()
         except IndexError:

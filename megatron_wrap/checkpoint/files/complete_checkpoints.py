@@ -1,5 +1,5 @@
-"""Which checkpoints of a run's folder are complete, and which one is the latest: one subfolder for each iteration, and
-a tracker file. `publish_and_prune.py` writes them.
+"""Finds the complete checkpoints of a run's folder and the latest one: one subfolder for each iteration, and a tracker
+file. `publish_and_prune.py` writes them.
 
 Names are Megatron-LM's (megatron/training/checkpointing.py): `iter_0000010/` and `latest_checkpointed_iteration.txt`.
 Nothing here needs torch.
@@ -19,15 +19,16 @@ from megatron_wrap.inside_folder import leaves_folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
-"""The iteration of the checkpoint with the best evaluation, in the form of the tracker."""
+"""File with the iteration of the checkpoint with the best evaluation, in the format of the tracker."""
 MANIFEST = "megatron_wrap.json"
-"""Facts about the checkpoint and the size and hashes of each of its files; written last, before the rename."""
+"""File with facts about the checkpoint and the size and hashes of each of its files; written last, before the
+rename."""
 FORMAT_FILES = ("metadata.json", ".metadata")
 """Files that Megatron-Core writes at the end of a distributed checkpoint."""
 _MAX_DIGITS = 18
-"""Of an iteration; a tracker with more is damaged."""
+"""Largest number of digits of an iteration; a tracker with more is damaged."""
 RESOLVED = "resolved.yaml"
-"""The run's resolved configuration."""
+"""File with the run's resolved configuration."""
 
 REFERENCE = "reference"
 """Subfolder of a run's checkpoint folder, with the checkpoints of its reference model."""
@@ -123,10 +124,10 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def missing_part(checkpoint: Path) -> str | None:
-    """Why a checkpoint's folder is incomplete, as text; None if it is complete.
+    """The reason why a checkpoint's folder is incomplete, as text; None if it is complete.
 
     With a manifest every file must exist with its size, which detects an interrupted copy, and the small files must
-    have their SHA-256; `.distcp` files are read only by a load. Without one, a checkpoint of
+    have their SHA-256; `.distcp` files are read only by a load. Without a manifest, which means a checkpoint of
     Megatron-LM, the files that Megatron-Core writes last must exist.
     """
     if not checkpoint.is_dir():
@@ -167,7 +168,8 @@ def missing_part(checkpoint: Path) -> str | None:
 
 
 def content_damage(checkpoint: Path) -> str | None:
-    """Why a checkpoint is incomplete or differs from what was saved, all files read; None if it does not."""
+    """The reason why a checkpoint is incomplete or differs from what was saved, after reading all files; None if it
+    does not."""
     return missing_part(checkpoint) or find_damage(checkpoint, read_facts(checkpoint).get("hashes") or {})
 
 

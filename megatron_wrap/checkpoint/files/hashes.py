@@ -19,10 +19,10 @@ from megatron_wrap.utils.pools.threads import threads_of_rank
 
 BLOCK_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
-"""Bytes that are read at once to be hashed."""
+"""Number of bytes that are read at once to be hashed."""
 _MAX_THREADS = 8
 _FEW_BYTES = 2**20
-"""Of files that are hashed before threads have started."""
+"""Total size in bytes of files that are hashed before threads have started."""
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -41,12 +41,12 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def entry_of(blocks: list[str]) -> dict[str, Any]:
-    """The entry of a file in the manifest, given the hashes of its blocks."""
+    """The manifest entry of a file whose blocks have these hashes."""
     return {"blocks": blocks, "list": _hash_list(blocks)}
 
 
 def hash_threads() -> int:
-    """Threads of this process that hash."""
+    """Number of threads of this process that hash."""
     return threads_of_rank(_MAX_THREADS)
 
 
@@ -80,7 +80,7 @@ def digest(manifest: Mapping[str, Any]) -> str:
 
 
 def manifest_damage(manifest: Mapping[str, Any]) -> str | None:
-    """Why a manifest differs from what was written; None if it does not."""
+    """The difference between a manifest and what was written, as text; None if there is none."""
     if manifest.get("digest") != digest(manifest):
         return "differs from its SHA-256"
     lists = all(entry["list"] == _hash_list(entry["blocks"]) for entry in manifest["hashes"].values())
@@ -99,8 +99,7 @@ def hash_block(path: Path, index: int, wait_for: Callable[[int], object] | None 
     """SHA-256 of a block of a file, hexadecimal.
 
     Args:
-        wait_for: for a file that is still being written; is called with a number of bytes, and returns when the file
-            has that many or is complete.
+        wait_for: for a file that is still being written: waits until the file has a number of bytes or is complete.
     """
     # a bytearray would be filled with zeros while other threads wait for Python's lock
     result, piece = hashlib.sha256(), memoryview(mmap.mmap(-1, PIECE_BYTES))
@@ -120,7 +119,8 @@ def hash_block(path: Path, index: int, wait_for: Callable[[int], object] | None 
 
 
 def read_block(path: Path, index: int, memory: memoryview, piece_bytes: int) -> tuple[str, int]:
-    """Read a block of a file into memory, and hash each piece that was read while the processor's cache has it.
+    """Read a block of a file into memory, and hash each piece right after it was read, while it is in the processor's
+    cache.
 
     Returns:
         SHA-256, hexadecimal, and the number of bytes: fewer than those of `memory` at the end of the file.

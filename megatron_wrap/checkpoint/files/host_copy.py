@@ -23,16 +23,16 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class CopiedTensor:
-    """Where the values of a tensor are, contiguous."""
+    """Position of a tensor's values in the buffer, where they are contiguous."""
 
     offset: int
-    """In bytes."""
+    """Offset of the first value, in bytes."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Size of the values."""
+        """Size of the values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def tensor(self, memory: mmap.mmap) -> Tensor:
@@ -48,14 +48,14 @@ class HostCopy:
 
     Args:
         device: of the tensors.
-        processes: on this host that make such a copy at the same time.
+        processes: number of processes on this host that make such a copy at the same time.
     """
 
     def __init__(self, device: torch.device, processes: int) -> None:
         self._device, self._processes = device, processes
         self.descriptor = os.memfd_create("checkpoint copy")
         self.num_bytes = 0
-        """Size of the buffer."""
+        """Size of the buffer in bytes."""
         self._memory: mmap.mmap | None = None
         self._locked = 0
         """Address of the page-locked memory; 0: none."""
@@ -116,7 +116,7 @@ class HostCopy:
 
 
 def available_memory() -> int:
-    """Bytes that this host can give without swapping, or its control group if that is less."""
+    """Bytes that this host can provide without swapping, or its control group if that is less."""
     import psutil
 
     available: int = psutil.virtual_memory().available

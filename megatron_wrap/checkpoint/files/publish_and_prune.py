@@ -1,5 +1,5 @@
-"""Changes of the checkpoint folder of a run: a complete checkpoint is renamed to its final name and the tracker moved
-to it, old checkpoints are removed, damaged ones renamed.
+"""Changes of a run's checkpoint folder: complete checkpoints are renamed to their final names and the tracker is
+updated, old checkpoints are removed, damaged ones renamed.
 
 A checkpoint is written into a hidden folder, flushed to disk, and published with one rename; then the tracker is
 replaced, again by a rename. So the newest visible checkpoint is complete at any moment, even if a process is killed.
@@ -26,7 +26,8 @@ class CheckpointStore(CheckpointFolder):
     """The checkpoints in one folder, which need not exist yet, and their changes."""
 
     def begin(self, iteration: int) -> Path:
-        """Create an empty hidden folder for the checkpoint of `iteration`, and remove what killed processes left.
+        """Create an empty hidden folder for the checkpoint of `iteration`, and remove the hidden folders of killed
+        processes.
 
         Its name is unique, so a writer process that outlives its killed run cannot write into a later save.
 
@@ -73,7 +74,7 @@ class CheckpointStore(CheckpointFolder):
         return final
 
     def record_best(self, iteration: int) -> None:
-        """Write that the checkpoint of `iteration` has the best evaluation.
+        """Record that the checkpoint of `iteration` has the best evaluation.
 
         Raises:
             OSError: the file cannot be written.
@@ -84,7 +85,7 @@ class CheckpointStore(CheckpointFolder):
         """Rename a damaged checkpoint, so that the newest complete one before it is the latest.
 
         Returns:
-            Its new path; None if there is no complete one before it, and nothing was renamed.
+            The new path; None if nothing was renamed, because there is no complete checkpoint before it.
 
         Raises:
             OSError: the folder cannot be renamed.
@@ -121,7 +122,7 @@ class CheckpointStore(CheckpointFolder):
         return removed
 
     def remove(self, iteration: int) -> bool:
-        """Remove the checkpoint of `iteration`; False if it cannot be renamed, and stays."""
+        """Remove the checkpoint of `iteration`; False if it cannot be renamed and so remains."""
         # rename first: a partly removed checkpoint must not be visible
         hidden = self._hidden_name(iteration, "removed")
         try:
@@ -140,7 +141,7 @@ class CheckpointStore(CheckpointFolder):
         self._replace(TRACKER, iteration)
 
     def _replace(self, name: str, iteration: int) -> None:
-        """Replace a file of the folder, so that it is always the old or the new one."""
+        """Replace a file of the folder, which contains the old or the new content at any moment."""
         write_atomically(self.folder / name, str(iteration))
         _make_durable(self.folder)
 

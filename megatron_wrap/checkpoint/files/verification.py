@@ -1,5 +1,5 @@
-"""Comparison of tensor files with their hashes while they are read: each block is read once, by a thread that hashes
-what it reads, and the tensors in it are taken from that memory."""
+"""Comparison of tensor files with their hashes while they are read: a thread reads and hashes each block once, and the
+tensors in it are taken from that memory."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from megatron_wrap.platform.megatron_core.stored_tensor import BytesInMemory
 from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 Block = tuple[str, int]
-"""File and number of the block."""
+"""Name of the file and index of the block in it."""
 HASHERS = 8
-"""Threads that read and hash blocks, at most (docs/reliability.md)."""
+"""Largest number of threads that read and hash blocks (docs/reliability.md)."""
 HASHERS_OF_PROCESSOR = 2
-"""Of these, for each processor of the rank, at most: one hashes while the other one waits for the disk."""
+"""Largest number of these threads for each processor of the rank: one hashes while another waits for the disk."""
 HASH_BYTES = 2 * 2**20
-"""What each of them reads at once: it stays in the processor's cache, and the system reads more than this ahead, so
-that the disk is busy while it is hashed."""
+"""Bytes that each thread reads at once. They fit into the processor's cache, and the system reads ahead more than this,
+so that the disk is busy during the hashing."""
 HELD_BESIDE = 2
-"""Blocks in memory besides one per thread: those from which tensors are read. More do not save time, since the pages of
-new memory cost as much."""
+"""Number of blocks in memory besides one per thread, from which tensors are read. More blocks save no time, since new
+memory pages cost as much."""
 READERS = 4
-"""Threads, at most, that read tensors from this memory or, without hashes, from files. Most of the time is
-the copy."""
+"""Largest number of threads that read tensors from this memory or, without hashes, from files. The copy takes most of
+the time."""
 AHEAD_BYTES = 512 * 2**20
-"""Largest size of the tensors that are read ahead, in host memory; one alone may be larger."""
+"""Largest total size in bytes of tensors that are read ahead into host memory; a single tensor may be larger."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class _HeldBlock:
 
     memory: memoryview
     value: str
-    """SHA-256."""
+    """SHA-256 of the block, hexadecimal."""
     num_bytes: int
 
 
 class BlockVerification:
-    """A context manager, whose end stops the threads.
+    """Reads, hashes and compares the blocks of a checkpoint; a context manager, whose end stops the threads.
 
     Host memory: ten blocks with eight threads, more while a tensor is larger.
 
@@ -68,11 +68,11 @@ class BlockVerification:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="verification")
         self._memory = BlockMemory(self._block_bytes(), device)
         self._held: dict[Block, Future[_HeldBlock]] = {}
-        """Blocks that are in memory, or will be."""
+        """Block -> its reading, for blocks that are in memory or will be."""
         self._released: dict[Block, Future[_HeldBlock]] = {}
-        """Those whose memory is used again once they are compared."""
+        """Block -> its reading, for blocks whose memory is reused although they are not compared yet."""
         self.damage: str | None = None
-        """The first block that differed or could not be read, as text."""
+        """The first block that differs or cannot be read, as text; None if there is none."""
 
     def __enter__(self) -> BlockVerification:
         return self
@@ -82,15 +82,15 @@ class BlockVerification:
         self._memory.close()
 
     def begin(self, part: int, parts: int) -> None:
-        """Begin to read a part of the blocks, as many as memory can hold, before it is known which ones the rank needs.
-        These are mostly from the files that it wrote, so that the first tensors come earlier."""
+        """Begin to read a part of the blocks, as many as fit into memory, before it is known which ones the rank needs.
+        They are mostly from the files that the rank wrote, so that the first tensors are ready earlier."""
         every = self._every_block()
         for block in every[len(every) * part // parts : len(every) * (part + 1) // parts][: self._most_held]:
             self._begin(block)
 
     def ahead(self, parts: Sequence[FilePart], read: ReadPart) -> Iterator[tuple[FilePart, Any]]:
-        """Each part and what `read` returned for it, in this order. Threads call `read` once a part's blocks are
-        compared, with that memory; its content is valid until the next part is requested.
+        """Each part with the result of `read` for it, in the order of `parts`. Threads call `read` with the memory of a
+        part's blocks once these are compared; the memory is valid until the next part is requested.
 
         Raises:
             CheckpointError: a block differs, or cannot be read.
@@ -128,7 +128,7 @@ class BlockVerification:
         process compared; set `damage`.
 
         Args:
-            compared: by any process.
+            compared: blocks that any process compared.
         """
         rest = [block for block in self._every_block() if block not in compared][part::parts]
         hashed = {block: self._pool.submit(self._hash, *block) for block in rest}
@@ -144,8 +144,8 @@ class BlockVerification:
             self._begin(waiting.popleft())
 
     def _make_room(self, first: Sequence[Block]) -> None:
-        """Leave memory to the blocks that come first; what else was begun stays where there is more, for the next
-        reading: Megatron-Core reads objects, then tensors, if ranks share the reading."""
+        """Release blocks in memory, so that the `first` blocks fit. Other blocks stay if there is room, for the next
+        reading: if ranks share the reading, Megatron-Core reads objects, then tensors."""
         others = [block for block in self._held if block not in set(first)]
         for block in others[self._most_held - len(first) :]:
             self._release(block)
@@ -199,7 +199,7 @@ class BlockVerification:
             self.damage = self.damage or f"{name} cannot be read ({error})"
 
     def _block_bytes(self) -> int:
-        """Memory for a block: less than `BLOCK_BYTES` if all files are smaller."""
+        """Size of the memory for a block in bytes: less than `BLOCK_BYTES` if all files are smaller."""
         sizes = [1]
         for name in self._hashes:
             with contextlib.suppress(OSError):  # a block of it cannot be read, either

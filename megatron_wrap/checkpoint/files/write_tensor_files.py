@@ -1,10 +1,9 @@
 """Writing of a rank's tensor files, in threads, each file hashed while it is written.
 
-torch serializes a tensor into a stream. Another thread follows the writing and computes the SHA-256 of a block from
-the operating system's cache of the file; the writing does not wait for it, and a block that is not hashed in time is
-finished while the next one is written, so that blocks of one file are hashed in parallel. Hashed files are written
-without the CRC-32 that `torch.save` computes otherwise: nothing reads it, and it costs as much as the writing to
-memory.
+torch serializes a tensor into a stream. Another thread follows the writing and computes the SHA-256 of a block from the
+operating system's cache of the file. The writing does not wait for it: a block that is not hashed in time is finished
+while the next one is written, so that blocks of one file are hashed in parallel. Hashed files are written without the
+CRC-32 that `torch.save` otherwise computes: nothing reads it, and it costs as much time as writing to memory.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class FileToWrite:
 
     name: str
     parts: tuple[tuple[Index, Any], ...]
-    """The content is `bytes`, or what `write_files` turns into a tensor."""
+    """Pairs of index and content; a content is `bytes`, or an object that `write_files` converts to a tensor."""
 
 
 def write_files(
@@ -44,8 +43,9 @@ def write_files(
     """Write files into a folder and flush them to disk.
 
     Args:
-        tensor_of: a tensor on the CPU whose storage has no other values, from the content of a part that is not bytes.
-        hashed: for measurements; False: without hashes.
+        tensor_of: converts the content of a part, unless it is bytes, to a tensor on the CPU whose storage has no other
+            values.
+        hashed: whether files are hashed; False only for measurements.
 
     Returns:
         JSON values: `parts`, the position and size of each part, and `hashes`, as of `hash_files`.
@@ -72,8 +72,8 @@ def write_files(
 
 @contextlib.contextmanager
 def _threads_that_write(count: int, *, checksums: bool) -> Iterator[ThreadPoolExecutor]:
-    """Threads in which `torch.save` writes CRC-32 or not; its option is of a thread or of the process, as torch's
-    release has it."""
+    """Threads in which `torch.save` writes the CRC-32 or omits it. Depending on torch's release, its option belongs to
+    a thread or to the process."""
     from torch.serialization import get_crc32_options, set_crc32_options
 
     before = get_crc32_options()
@@ -87,7 +87,7 @@ def _threads_that_write(count: int, *, checksums: bool) -> Iterator[ThreadPoolEx
 def _write_part(
     stream: _HashedFile, name: str, index: Index, content: Any, tensor_of: Callable[[Any], Tensor]
 ) -> dict[str, Any]:
-    """As torch's FileSystemWriter: each tensor as `torch.save` writes it, one after the other."""
+    """Write a part as torch's FileSystemWriter does: each tensor in the format of `torch.save`, one after the other."""
     offset = stream.size
     if isinstance(content, bytes):
         stream.write(content)
@@ -108,25 +108,25 @@ def _save_tensor(tensor: Tensor, stream: _HashedFile) -> None:
 
 
 class _Written:
-    """How much of a file is written."""
+    """The number of bytes of a file that have been written, shared by threads."""
 
     def __init__(self) -> None:
         self._changed, self._bytes = threading.Condition(), 0.0
 
     def set(self, num_bytes: float) -> None:
-        """That many bytes can be read; infinite: no more will be written."""
+        """Set the number of bytes that can be read; infinite if no more will be written."""
         with self._changed:
             self._bytes = num_bytes
             self._changed.notify_all()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Return when the file has that many bytes, or no more are written."""
+        """Wait until the file has that many bytes, or no more are written."""
         with self._changed:
             self._changed.wait_for(lambda: self._bytes >= num_bytes)
 
 
 class _HashedFile:
-    """A new file whose blocks are hashed by `pool` while they are written; None: they are not hashed."""
+    """A new file whose blocks are hashed in `pool` while they are written; without a pool they are not hashed."""
 
     def __init__(self, path: Path, pool: ThreadPoolExecutor | None) -> None:
         self._path, self._pool = path, pool
@@ -134,9 +134,9 @@ class _HashedFile:
         self._blocks: list[Future[str]] = []
         self._written, self._flushed = _Written(), 0
         self.size = 0
-        """Bytes written."""
+        """Number of bytes written."""
         self.error: OSError | None = None
-        """Of a write."""
+        """Error of a failed write; None if there is none."""
 
     def __enter__(self) -> _HashedFile:
         return self
@@ -167,7 +167,7 @@ class _HashedFile:
         return entry_of([block.result() for block in self._blocks])
 
     def _flush_for_hashes(self) -> None:
-        """Let what is written be read, and begin to hash the blocks that contain it."""
+        """Make the written bytes readable, and begin to hash the blocks that contain them."""
         self._stream.flush()
         self._flushed = self.size
         self._written.set(self.size)

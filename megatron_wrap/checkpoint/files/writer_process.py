@@ -1,7 +1,7 @@
 """The process of a rank that writes the files of asynchronous saves; `writer_program` is its program.
 
-It is a new process, not a fork: a fork would have the device, the threads and the open ports of the rank. It ends with
-the rank, however the rank ends.
+It is a new process, because a fork would have the device, the threads and the open ports of the rank. It ends with the
+rank, however the rank ends.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class WriteJob:
     record: str
     """Name of the file that is written last: JSON with the position and size of each part and the hashes."""
     files: tuple[FileToWrite, ...]
-    """Their tensors are `CopiedTensor`s."""
+    """Files to write, whose tensors are `CopiedTensor`s."""
     memory_bytes: int
-    """Size of the shared buffer."""
+    """Size of the shared buffer in bytes."""
 
 
 class Writer:
@@ -49,7 +49,7 @@ class Writer:
 
     @property
     def process_id(self) -> int | None:
-        """Of the process; None if there is none."""
+        """Id of the process; None if there is none."""
         return None if self._process is None else self._process.pid
 
     def start(self, job: WriteJob) -> None:
@@ -67,7 +67,7 @@ class Writer:
             self._connection.send(job)
 
     def finished(self, timeout: float | None) -> str | None:
-        """The result of the job: an error, or an empty text; None if it is still being written.
+        """Result of the job: an error, or an empty text; None while it is being written.
 
         Args:
             timeout: seconds to wait; None: until the end.

@@ -54,7 +54,7 @@ def _receive(pipe: Connection, jobs: queue.SimpleQueue[bytes], rank_process: int
 
 @contextlib.contextmanager
 def _alive(file: Path) -> Iterator[None]:
-    """In the block, the time of the file advances, which lets an ending rank 0 wait for this process."""
+    """Context in which the modification time of the file advances, so that an ending rank 0 waits for this process."""
     ends = threading.Event()
 
     def touch() -> None:
@@ -74,7 +74,7 @@ def _alive(file: Path) -> Iterator[None]:
 
 
 def _result(job: WriteJob, memory: int) -> str:
-    """An error, or an empty text."""
+    """Result of a job: an error, or an empty text."""
     try:
         write(job, memory)
     except OSError as error:

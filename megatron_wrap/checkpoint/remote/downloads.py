@@ -1,6 +1,6 @@
 """The checkpoints of a remote folder, and their downloads. Names are as in `files/complete_checkpoints.py`.
 
-The manifest of a checkpoint is the last of its files that is sent, and the tracker follows it. Needs neither torch nor
+The manifest of a checkpoint is sent after its other files, and the tracker after the manifest. Needs neither torch nor
 Megatron-Core.
 """
 
@@ -35,10 +35,10 @@ _MANIFEST_NAME = re.compile(rf"iter_(\d{{7,18}})/{re.escape(MANIFEST)}")
 
 
 class RemoteStore:
-    """The checkpoints below a URL, as they were when it was read.
+    """The checkpoints below a URL, as they were when the object was created.
 
     Args:
-        attempts: of each access.
+        attempts: number of attempts of each access.
 
     Raises:
         ConfigError: the URL cannot be used. CheckpointError: the folder cannot be read.
@@ -66,7 +66,8 @@ class RemoteStore:
         return sorted(int(match[1]) for part in parts if (match := _NAME.fullmatch(part)))
 
     def newest_first(self) -> list[int]:
-        """Iterations with a manifest: that of the tracker and older ones, or all if there is none of the tracker's."""
+        """Iterations with a manifest, newest first: those up to the tracker's iteration, or all if that has no
+        manifest."""
         sent, tracked = self.sent(), self.number(TRACKER)
         return [
             iteration for iteration in reversed(sent) if tracked not in sent or tracked is None or iteration <= tracked
@@ -86,7 +87,7 @@ class RemoteStore:
         return {}
 
     def missing_part(self, iteration: int) -> str | None:
-        """Why a checkpoint is incomplete, by the names and sizes of its files; None if it is complete."""
+        """The reason why a checkpoint is incomplete, by the names and sizes of its files; None if it is complete."""
         name = folder_name(iteration)
         if f"{name}/{MANIFEST}" not in self.sizes:
             return f"{MANIFEST} is missing: not all files were sent"
@@ -126,7 +127,7 @@ class RemoteStore:
         """Copy a checkpoint into a new local folder, and verify it.
 
         Returns:
-            Why it is damaged; None if it is what was saved.
+            The reason why it is damaged; None if it equals what was saved.
         """
         problem = self.missing_part(iteration)
         if problem is not None:
@@ -170,7 +171,7 @@ def fetch_newest(
     Args:
         folder: local; becomes a checkpoint folder with this one as the newest.
         strict: refuse a damaged checkpoint instead of taking the one before it.
-        below: only older ones than this iteration.
+        below: download only a checkpoint older than this iteration.
         keep_newer: nothing is downloaded if the local folder has a newer one, or the same.
 
     Returns:
@@ -204,7 +205,7 @@ def fetch_one(url: str, folder: Path) -> Path:
 
 
 def is_one(url: str) -> bool:
-    """Whether a URL is that of one checkpoint."""
+    """Whether a URL is that of a single checkpoint."""
     return _NAME.fullmatch(url.rstrip("/").rpartition("/")[2]) is not None
 
 
@@ -246,7 +247,7 @@ def _fetch(remote: RemoteStore, iteration: int, store: CheckpointStore) -> str |
 
 @contextlib.contextmanager
 def _hidden(parent: Path) -> Iterator[Path]:
-    """A path for a new folder in `parent`, which is removed if it is still there."""
+    """Context with a path for a new folder in `parent`; at the end the folder is removed if it still exists."""
     parent.mkdir(parents=True, exist_ok=True)
     for left in parent.glob(".download-*"):
         shutil.rmtree(left, ignore_errors=True)

@@ -27,7 +27,7 @@ from megatron_wrap.utils.atomic_write import write_atomically
 from megatron_wrap.utils.dist_logger import logger
 
 RECORD = ".uploads.json"
-"""What has been sent, in the staging folder: after a restart it is not sent again."""
+"""File in the staging folder that lists what has been sent, so that a restarted run does not send it again."""
 _MAX_PAUSE_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 _DEFAULT_COPIES = 3
@@ -41,7 +41,7 @@ class Uploads:
         staging: the run's local checkpoint folder.
         url: of the remote folder.
         keep: number of newest checkpoints to keep there, in addition to the best; None: all.
-        limit_bytes: of the checkpoints that wait; None: three times the size of the newest.
+        limit_bytes: largest total size of the checkpoints that wait; None: three times the size of the newest.
     """
 
     def __init__(self, staging: Path, url: str, keep: int | None, limit_bytes: float | None) -> None:
@@ -63,14 +63,14 @@ class Uploads:
         return [iteration for iteration in self._store.iterations() if not self._is_sent(iteration)]
 
     def make_room(self, policy: str) -> bool:
-        """Whether a further checkpoint may wait for its upload; for a save that begins.
+        """Whether another checkpoint may wait for its upload; called when a save begins.
 
         Args:
             policy: `drop_oldest` removes the oldest ones that wait, but for the newest one and the one being sent, and
                 always has room; `wait` has none; `stop` raises.
 
         Raises:
-            CheckpointError: there is none, and the policy is stop.
+            CheckpointError: there is no room, and the policy is stop.
         """
         while True:
             waiting = self.waiting()
@@ -109,7 +109,7 @@ class Uploads:
         self.close()
 
     def close(self) -> None:
-        """End the thread after the file that it sends now; a second call does nothing."""
+        """End the thread after the file that it is sending; a second call does nothing."""
         if self._ends.is_set():
             return
         self._ends.set()
@@ -208,7 +208,7 @@ class Uploads:
         remote.folder.upload({manifest: path / MANIFEST}, lambda file: None)
 
     def _clean(self, references: CheckpointStore) -> None:
-        """Remove local copies that are sent, but for the newest."""
+        """Remove local copies of checkpoints that were sent, except for the newest."""
         with self._lock:
             for store, prefix in ((self._store, ""), (references, f"{REFERENCE}/")):
                 for iteration in store.iterations()[:-1]:
@@ -235,7 +235,7 @@ class Uploads:
 
 
 class _Ended(Exception):
-    """The run ends, and waits no longer."""
+    """The run is ending, so the thread waits no longer."""
 
 
 def _files(checkpoint: Path) -> dict[str, tuple[int, str]]:
