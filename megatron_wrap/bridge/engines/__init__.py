@@ -1,1 +1,1 @@
-"""Weights to rollout engines: vLLM, SGLang."""
+"""Sends weights to rollout engines: vLLM, SGLang."""

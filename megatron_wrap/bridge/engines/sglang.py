@@ -1,4 +1,5 @@
-"""Weights to SGLang's servers (docs.sglang.io, SGLang for RL systems): broadcast in flattened buckets, or a folder."""
+"""Sends weights to SGLang's servers (docs.sglang.io, SGLang for RL systems): broadcast in flattened buckets, or from a
+folder."""
 
 from __future__ import annotations
 
@@ -103,11 +104,11 @@ class SglangTransfer(Transfer):
         self.set_up(requests, lambda: join(size))
 
     def chunks(self) -> Generator[Chunk]:
-        """Each bucket has one dtype, which servers without support for several can read."""
+        """The weights in buckets of one dtype each, which servers without support for several dtypes can read."""
         yield from self.weights.buckets(self.bucket_bytes, one_dtype=True)
 
     def update(self, chunks: Generator[Chunk], weight_version: str | None) -> None:
-        """A request for each chunk, while generation is paused."""
+        """Send a request for each chunk, while generation is paused."""
         version = {} if weight_version is None else {"weight_version": weight_version}
         remaining = len(self.weights.metadata())
         with paused(self.servers, self.pause_mode):
@@ -133,7 +134,7 @@ def update_from_folder(
 
     Args:
         servers: used by global rank 0 alone.
-        folder: as the servers see it, on a file system that they share.
+        folder: path on the servers, on a file system that they share.
         weight_version, pause_mode: as for `SglangTransfer`.
 
     Raises:

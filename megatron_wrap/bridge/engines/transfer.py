@@ -22,12 +22,12 @@ Broadcast = Callable[[Tensor], None]
 Chunk = list[tuple[str, Tensor]]
 """(name, whole tensor) of the weights in one broadcast."""
 FAILED = "{} was not updated: {{}}; its workers may have part of the weights, so update them again before a rollout"
-"""The error of an update, for the name of an engine."""
+"""Error message of a failed update, for the name of an engine."""
 
 
 @dataclass
 class Transfer(ABC):
-    """Broadcasts weights to an engine, over a group that the caller opens. An engine's class defines its requests.
+    """Broadcasts weights to an engine, over a group that the caller opens. The class of an engine defines its requests.
 
     Args:
         weights: from `wrap.weight_source()`.
@@ -85,8 +85,8 @@ class Transfer(ABC):
 
 @contextmanager
 def during(calls: Iterable[Callable[[], Any]]) -> Iterator[list[Future[Any]]]:
-    """Blocking calls in threads of their own while the block runs; it then waits for them, and raises what they raise.
-    If the block raises nothing waits, because the engine may be blocked in a broadcast that never comes."""
+    """Context in which blocking calls run in threads of their own. At its end it waits for them and raises their
+    errors. If the block raises, it does not wait, because the engine may be blocked in a broadcast that never comes."""
     futures = []
     for call in calls:
         futures.append(Future[Any]())

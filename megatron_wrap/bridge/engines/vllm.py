@@ -1,4 +1,4 @@
-"""Weights to vLLM, by its weight transfer (docs.vllm.ai, training/weight_transfer)."""
+"""Sends weights to vLLM, by its weight transfer (docs.vllm.ai, training/weight_transfer)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class VllmTransfer(Transfer):
         self.set_up([lambda: self.client.init_weight_transfer_engine(info)], join)
 
     def chunks(self) -> Generator[Chunk]:
-        """Both sides of vLLM's protocol end a broadcast after the tensor that exceeds the buffer."""
+        """The weights in chunks: both sides of vLLM's protocol end a broadcast after the tensor that exceeds the
+        buffer."""
         chunk: Chunk = []
         size = 0
         for name, tensor in self.weights:
@@ -66,7 +67,7 @@ class VllmTransfer(Transfer):
             yield chunk
 
     def update(self, chunks: Generator[Chunk], weight_version: str | None) -> None:
-        """One update, in which vLLM receives the tensors of all chunks."""
+        """Run one update, in which vLLM receives the tensors of all chunks."""
         metadata = self.weights.metadata()
         info = {
             "names": [tensor.name for tensor in metadata],

@@ -30,7 +30,7 @@ def layers_with_adapters(config: RunConfig, vocab_size: int | None = None) -> li
     """The linear layers of the whole model that get adapters, in model order; none without `megatron_wrap.adapter`.
 
     Args:
-        vocab_size: of the model; None: that of the configuration. Their factors do not depend on it.
+        vocab_size: of the model; None: that of the configuration. The factors of adapters do not depend on it.
 
     Raises:
         UnsupportedModel: no Hugging Face family can express the architecture, so its modules have no names.
@@ -43,7 +43,7 @@ def layers_with_adapters(config: RunConfig, vocab_size: int | None = None) -> li
 
 
 def adapter_folder(config: RunConfig, layers: list[AdaptedLayer], vocab_size: int | None = None) -> WeightFolder | None:
-    """The files of `adapter.path`, compared with the layers; None without that key.
+    """The files of `adapter.path`, after a comparison with the layers; None without that key.
 
     Raises:
         CheckpointError: they cannot be read, or are of another base, other modules or ranks.
@@ -58,7 +58,7 @@ def adapter_folder(config: RunConfig, layers: list[AdaptedLayer], vocab_size: in
 
 
 def with_other_adapter(config: RunConfig, name: str) -> RunConfig:
-    """The run with an adapter of `adapter.others` as the trained one, whose folder is `adapter.path`.
+    """The run's configuration with an adapter of `adapter.others` as the trained one, whose folder is `adapter.path`.
 
     Raises:
         CheckpointError: its adapter_config.json cannot be read, or it has more than factors.
@@ -76,7 +76,7 @@ def with_other_adapter(config: RunConfig, name: str) -> RunConfig:
 
 
 def other_adapters(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Name -> path of each adapter of `adapter.others`, and SHA-256 of its files."""
+    """Name -> path and SHA-256 of the files of each adapter of `adapter.others`."""
     facts = {}
     for name, folder in (config.adapter.others or {}).items():
         digest = hashlib.sha256()
@@ -87,7 +87,7 @@ def other_adapters(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def _refuse_another_base(folder: str, hf_path: str) -> None:
-    """Compare the base that an adapter names with that of the run, if the files of both are on this machine."""
+    """Compare the base that an adapter names with the run's base, if the files of both are on this machine."""
     named = read_adapter_config(folder).get("base_model_name_or_path")
     if not named or named == hf_path:
         return

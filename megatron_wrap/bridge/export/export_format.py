@@ -22,7 +22,7 @@ from megatron_wrap.errors import UnsupportedModel
 from megatron_wrap.metrics.number_format import counted
 
 _PREFERENCE = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
-"""Families that are tried first, in this order; the others follow by name."""
+"""Families that are tried first, in this order; the others follow in the order of their names."""
 
 _MODEL_FIELDS = re.compile(
     r"window_.*|softmax_.*|qk_.*|multi_latent_attention|.*_lora_rank|.*head_dim|mtp_.*|num_moe_experts|no_rope.*"
@@ -39,13 +39,13 @@ OF_THE_WEIGHTS = ("torch_dtype", "quantization_config")
 
 @dataclasses.dataclass(frozen=True)
 class ExportFormat:
-    """How a run's model is written as a Hugging Face folder."""
+    """The format in which a run's model is written as a Hugging Face folder."""
 
     family: Family
     arch: ArchConfig
     """The architecture, with all sizes set."""
     original: HuggingFaceConfig | None
-    """config.json of the folder that the run started from; None: it started from initial weights."""
+    """Content of config.json in the folder that the run started from; None: the run started from initial weights."""
 
     def config_json(self, dtype: str) -> dict[str, Any]:
         """The content of config.json: the original's if its family is the same, else translated from the architecture.
@@ -66,14 +66,15 @@ class ExportFormat:
 
 
 def export_format(config: RunConfig, vocab_size: int | None = None, model_type: str | None = None) -> ExportFormat:
-    """The format to export a run's model in: the family `model_type`, else that of hf_path, else the first family that
-    can express the architecture.
+    """The format to export a run's model in: the family `model_type`, else the family of hf_path, else the first family
+    that can express the architecture.
 
     Args:
         vocab_size: of the model; None: that of the configuration.
 
     Raises:
-        UnsupportedModel: the family, or no family, can express the architecture; the message names the first obstacle.
+        UnsupportedModel: the family cannot express the architecture, or no family can; the message names the first
+            obstacle.
     """
     arch = with_derived_sizes(config.arch, config.train.seq_length, vocab_size)
     hf_path = config.model_provider.hf_path
@@ -101,7 +102,7 @@ def _choose_family(arch: ArchConfig, model_type: str | None) -> Family:
 
 
 def obstacle(family: Family, arch: ArchConfig) -> str | None:
-    """Why a family cannot express an architecture; None if it can.
+    """The reason why a family cannot express an architecture; None if it can.
 
     The translation to config.json and back must return the same architecture, so a family cannot omit a key.
     """

@@ -23,13 +23,13 @@ _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "pr
 
 @dataclass(frozen=True)
 class KeptVision:
-    """What an export has in addition to its language model."""
+    """The parts of an export besides its language model."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
-    """Of the vision encoder and its projector."""
+    """Tensors of the vision encoder and its projector, by name."""
     prefix: str
-    """Of the language model's tensors in the folder."""
+    """Prefix of the names of the language model's tensors in the folder."""
     config: Mapping[str, Any]
     """The folder's config.json."""
 
@@ -53,11 +53,11 @@ class KeptVision:
         return cls(original.folder, tensors, weights.text_prefix, original.with_vision)
 
     def name(self, text_name: str) -> str:
-        """The name of a tensor of the language model in a model with a vision encoder."""
+        """The name that a tensor of the language model has in a model with a vision encoder."""
         return name_beside_vision(text_name, self.prefix)
 
     def config_json(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json of both, from that of the language model alone."""
+        """Content of config.json for both, from that of the language model alone."""
         kept = {key: value for key, value in self.config.items() if key not in OF_THE_WEIGHTS}
         inner = {key: value for key, value in text.items() if key not in ("architectures", "dtype")}
         return {**kept, "text_config": {**inner, "dtype": text["dtype"]}, "dtype": text["dtype"]}

@@ -1,6 +1,6 @@
 """README.md of an exported folder: a model card in the format of the Hugging Face hub.
 
-A card is for publication: of a local path it has the last part, and no value that looks like a secret.
+A card is for publication: it contains only the last part of a local path, and no value that looks like a secret.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write_model_card(
     evaluation: tuple[int, Mapping[str, float]] | None,
     pipeline_tag: str,
 ) -> None:
-    """Write README.md, unless the folder has one of its owner.
+    """Write README.md, unless the folder has one that its owner wrote.
 
     Args:
         record: of the run that trained the model.
@@ -78,7 +78,7 @@ def card_text(
 
 
 def published(text: str) -> str:
-    """A text without secrets, and with the last part of each absolute path."""
+    """The text without secrets, and with only the last part of each absolute path."""
     text = _SETTING.sub(
         lambda match: match[1] + match[2] + (HIDDEN if SECRET_NAME.search(match[1]) else match[3]), hide_secrets(text)
     )
@@ -86,7 +86,7 @@ def published(text: str) -> str:
 
 
 def hub_id(path_or_id: str) -> str | None:
-    """The hub id of a model or data set, also of its folder in the local cache; None: a local path."""
+    """The hub id of a model or data set, also for its folder in the local cache; None for a local path."""
     cached = _CACHED_REPOSITORY.search(path_or_id)
     if cached is not None:
         return f"{cached[1]}/{cached[2]}"

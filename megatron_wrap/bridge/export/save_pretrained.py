@@ -34,7 +34,8 @@ _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SHARDS = re.compile(r"model(-language)?-\d{5}-of-\d{5}\.safetensors(\.part)?")
 _BESIDE_VISION = "model-language{suffix}.safetensors"
-"""Names of the language model's files there: transformers takes a file model.safetensors for the whole model."""
+"""Names of the language model's files beside a vision encoder; transformers would take a file model.safetensors for the
+whole model."""
 
 
 def save_pretrained(
@@ -91,14 +92,14 @@ def save_adapter(
     tokenizer: Any = None,
     copies: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write adapter_model.safetensors and adapter_config.json, on rank 0; the latter last.
+    """Write adapter_model.safetensors, then adapter_config.json, on rank 0. Collective.
 
     Args:
         stream: of the factors, under peft's names.
         peft_values: content of adapter_config.json.
         folder: on a file system that all ranks share.
         tokenizer: saved with the adapter; None: no tokenizer.
-        copies: name of a further tensor -> that of the tensor which it is equal to.
+        copies: name of a further tensor -> name of the tensor that it equals.
 
     Raises:
         CheckpointError: on every rank, if rank 0 could not write.
@@ -152,7 +153,7 @@ def _write_shards(
     target: Path,
     world: int,
 ) -> None:
-    """Write each shard, a file name -> names of its tensors, by one of the `world` ranks. Collective."""
+    """Write each shard by one of the `world` ranks; a shard is a file name -> names of its tensors. Collective."""
     writers: dict[int, _ShardWriter] = {}
     # a rank that cannot write continues to receive, so that the senders do not hang; the error is raised at the end
     with WorkProgress("export", sum(tensor.nbytes for tensor in stream.tensors), "B") as progress:
@@ -232,7 +233,7 @@ def _finish(
     original: Path | None,
     vision: KeptVision | None,
 ) -> None:
-    """The last part of an export, on rank 0 when all shards are written: index, tokenizer and configuration files."""
+    """Complete an export on rank 0 when all shards are written: index, tokenizer and configuration files."""
     single_beside_vision = _BESIDE_VISION.format(suffix="")
     for old in target.iterdir():  # an earlier export with another number of shards
         stale = _SHARDS.fullmatch(old.name) or old.name in (SINGLE, INDEX, VISION_FILE, single_beside_vision)

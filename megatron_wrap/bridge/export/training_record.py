@@ -1,4 +1,4 @@
-"""How a model was trained, as JSON values: a checkpoint contains it, and a model card is written from it."""
+"""Record of how a model was trained, as JSON values. A checkpoint contains it, and a model card is written from it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class DataRecord(TypedDict):
     """A source of samples."""
 
     use: str
-    """training, or the name of an evaluation set."""
+    """Use of the source: training, or the name of an evaluation set."""
     path: str
     kind: str
-    """As `SourceConfig.kind`; mock, or none for samples that a program passes."""
+    """Kind of the source, as `SourceConfig.kind`; mock for numbered samples; none for samples that a program passes."""
 
 
 class TrainingRecord(TypedDict):
@@ -39,16 +39,16 @@ class TrainingRecord(TypedDict):
     base_model: str | None
     """Hugging Face folder or hub id of the initial weights."""
     base_quantization: str | None
-    """How the weights of that folder are stored; null: not quantized."""
+    """Kind of quantization of the weights in the folder `base_model`; null if they are not quantized."""
     base_checkpoint: str | None
     """Checkpoint of the initial weights."""
     data: list[DataRecord]
     flow: str
     flow_options: dict[str, str]
-    """Key of `megatron_wrap.flow` -> its value as YAML."""
+    """Key of `megatron_wrap.flow` -> its value as YAML text."""
     versions: dict[str, str]
     command: str
-    """That started the run."""
+    """Command that started the run."""
     output_dir: str
     """Folder of metrics.jsonl, absolute."""
 
@@ -83,7 +83,7 @@ def _quantization(hf_path: str | None) -> str | None:
 
 @functools.cache
 def package_versions() -> Mapping[str, str]:
-    """Versions of the installed ones of `PACKAGES`."""
+    """Name -> version of the installed distributions among `PACKAGES`."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -94,8 +94,7 @@ def package_versions() -> Mapping[str, str]:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command that `sys.argv` is from, as a user types it: a process of `megatron-wrap train` runs
-    examples/train.py."""
+    """The command of this process, as a user types it: a process of `megatron-wrap train` runs examples/train.py."""
     program, *arguments = argv
     path = Path(program)
     if path.parts[-2:] == ("examples", "train.py"):

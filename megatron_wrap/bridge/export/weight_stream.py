@@ -33,9 +33,9 @@ class OwnedPiece:
     """A piece and the rank that provides it."""
 
     rank: int
-    """Global rank."""
+    """Global rank that provides the piece."""
     parameter: str
-    """Key of the parameter on that rank."""
+    """Key of the parameter on the providing rank."""
     piece: Piece
 
 
@@ -182,7 +182,8 @@ class WeightStream:
 
 
 def _merges(model: torch.nn.Module, arch: ArchConfig) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Global name of each weight with an adapter -> the fp32 values that a merge makes of the weight's."""
+    """Global name of each weight with an adapter -> the function that merges the adapter into the weight's fp32
+    values."""
     from megatron_wrap.nn.adapters.lora import adapters_by_weight
     from megatron_wrap.nn.adapters.token_rows import token_rows_of
     from megatron_wrap.nn.experts.lora import ExpertAdapter
@@ -206,7 +207,7 @@ def _sum(delta: Callable[[], Tensor], values: Tensor) -> Tensor:
 
 
 def _refuse_quantized(parameter: Tensor) -> None:
-    """Raises `ConfigError` about a weight in 4 or 8 bits, into which nothing is merged."""
+    """Raise a ConfigError about a weight in 4 or 8 bits, into which no adapter can be merged."""
     quantized = quantized_of(parameter)
     if quantized is not None:
         raise ConfigError(
@@ -249,7 +250,7 @@ def _torch_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _model_dtype(kinds: set[torch.dtype]) -> torch.dtype:
-    """The half-precision dtype if there is one, because a half-precision model may keep a router in fp32; else fp32."""
+    """The half-precision dtype if there is one, else fp32. A half-precision model may keep a router in fp32."""
     return next((kind for kind in (torch.bfloat16, torch.float16) if kind in kinds), torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Shared by the families: the keys of config.json that most of them have, rotary embeddings among them, and sizes."""
+"""Shared parts of the families: keys of config.json that most of them have, rotary embeddings among them, and sizes."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ PLAIN: Values = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
-"""Values of a Llama-like decoder; a family overrides those that differ. Every key that affects the model's function is
-here or in `decoder_values`, so no default of the configuration tree is used."""
+"""Values of a Llama-like decoder; a family overrides the values that differ. Every key that affects the model's
+function is here or in `decoder_values`, so no default of the configuration tree is used."""
 
 YARN: Mapping[str, tuple[str, float | None]] = {
     "rotary_scaling_factor": ("factor", None),
@@ -83,7 +83,7 @@ ROUTER: Values = {
     "moe_router_group_score_experts": None,
     "moe_router_enable_expert_bias": False,
 }
-"""Values of a router with a softmax over the chosen experts; a family overrides those that differ."""
+"""Values of a router with a softmax over the chosen experts; a family overrides the values that differ."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Sizes:
 
 
 def every_nth(layers: Sequence[int]) -> int | None:
-    """N, if exactly the layers N, 2 N, ... (from 1) are marked with 1, else None."""
+    """N if exactly the layers N, 2 N, ... (from 1) are marked with 1; None otherwise."""
     interval = list(layers).index(1) + 1 if 1 in layers else None
     if interval is None or any(bool(mark) != ((number + 1) % interval == 0) for number, mark in enumerate(layers)):
         return None
@@ -201,7 +201,7 @@ def decoder_values(config: Config, *, tied: bool, act: Iterable[str] = ("silu",)
 
 
 def hidden_dropout(config: Config, default: float) -> float:
-    """The dropout of residuals and embeddings, which Megatron-Core has in one number."""
+    """The dropout of residuals and embeddings, for which Megatron-Core has a single value."""
     dropouts = {float(config.get(key, default) or 0.0) for key in ("resid_pdrop", "embd_pdrop")}
     if len(dropouts) > 1:
         raise UnsupportedModel("resid_pdrop and embd_pdrop differ, but Megatron-Core has one hidden_dropout")
@@ -209,7 +209,7 @@ def hidden_dropout(config: Config, default: float) -> float:
 
 
 def experts_of_all_layers(config: Config, values: Config) -> Values:
-    """Architecture keys of experts in every layer, of the width of a dense MLP.
+    """Architecture keys of experts in every layer, with the width of a dense MLP.
 
     Args:
         values: the keys of `decoder_values`.
@@ -224,8 +224,8 @@ def experts_of_all_layers(config: Config, values: Config) -> Values:
 
 
 def rope_parameters(config: Config) -> tuple[str, Values]:
-    """Kind and parameters of the rotary embedding, from `rope_scaling` or `rope_parameters` (transformers 5, which
-    reads the former where a file has both)."""
+    """Kind and parameters of the rotary embedding, from `rope_scaling` or `rope_parameters`; transformers 5 reads
+    `rope_scaling` if a file has both."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return rope.get("rope_type", rope.get("type", "default")), rope
 

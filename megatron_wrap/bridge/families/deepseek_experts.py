@@ -1,5 +1,5 @@
 """The mixture of experts that DeepSeek, GLM-4.5 and Kimi share: dense first layers, shared experts, and from DeepSeek
-V3 on sigmoid scores with a bias that only chooses experts."""
+V3 on sigmoid scores with a bias that affects only the choice of experts."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from megatron_wrap.errors import UnsupportedModel
 LATENT_NORM_EPSILON = 1e-6
 """Epsilon of the latent vectors' norms, a constant in transformers (modeling_deepseek_v2.py, kv_a_layernorm)."""
 _DEFAULTS: Config = {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
-"""transformers' (configuration_deepseek_v2.py)."""
+"""Defaults of transformers (configuration_deepseek_v2.py)."""
 _REPLACED = ("rope_scaling", "partial_rotary_factor", "head_dim", "num_key_value_heads")
-"""Keys of `decoder_values` that have no effect: the head sizes are those of latent attention, of which
-`qk_rope_head_dim` is rotated as a whole."""
+"""Keys of `decoder_values` that have no effect: the head sizes are those of latent attention, whose `qk_rope_head_dim`
+is rotated as a whole."""
 
 
 def latent_values(config: Config) -> Values:

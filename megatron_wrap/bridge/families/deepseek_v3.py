@@ -8,7 +8,7 @@ from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 
 _DEFAULTS: Config = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
-"""transformers' (configuration_deepseek_v3.py)."""
+"""Defaults of transformers (configuration_deepseek_v3.py)."""
 
 
 def _arch_values(config: Config) -> Values:

@@ -10,7 +10,7 @@ from megatron_wrap.config.schema.model import ArchConfig
 
 _DEFAULTS: Config = {"vocab_size": 256000, "max_position_embeddings": 8192}
 _CAPS: Mapping[str, float] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""Key, here and in config.json -> transformers' default."""
+"""Key, the same in `model.arch` and config.json -> transformers' default."""
 
 
 def _arch_values(config: Config) -> Values:

@@ -1,6 +1,6 @@
-"""What the Gemma families share: norms before and after attention and MLP, stored zero-centered, a scaled embedding
-that is tied to the output layer, a gated MLP with GELU, and a scale of attention scores of their own. Gemma 1 has norms
-before them alone."""
+"""Shared layers of the Gemma families: norms before and after attention and MLP, stored zero-centered; a scaled
+embedding that is tied to the output layer; a gated MLP with GELU; and an explicit scale of attention scores. Gemma 1
+has only the norms before attention and MLP."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _DEFAULTS: Config = {
     **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
     **{"num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256},
 }
-"""transformers' (configuration_gemma2.py, configuration_gemma3.py), which published files omit."""
+"""Defaults of transformers (configuration_gemma2.py, configuration_gemma3.py), which published files omit."""
 
 
 def gemma_values(config: Config, defaults: Config) -> Values:
     """Architecture keys from config.json.
 
     Args:
-        defaults: transformers' of the family, in addition to those of both.
+        defaults: transformers' defaults of the family, in addition to the shared ones.
     """
     config = {**_DEFAULTS, **defaults, **config}
     refuse_unless(config, attention_bias=False, use_bidirectional_attention=(False, None))

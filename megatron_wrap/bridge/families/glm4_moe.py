@@ -15,7 +15,7 @@ _DEFAULTS: Config = {
     **{"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0},
     **{"n_group": 1, "topk_group": 1},
 }
-"""transformers' (configuration_glm4_moe.py)."""
+"""Defaults of transformers (configuration_glm4_moe.py)."""
 
 
 def _arch_values(config: Config) -> Values:

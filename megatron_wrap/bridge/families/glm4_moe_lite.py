@@ -8,7 +8,7 @@ from megatron_wrap.bridge.mapping.family import Config, Values
 from megatron_wrap.config.schema.model import ArchConfig
 
 _DEFAULTS: Config = {"routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1}
-"""transformers' (configuration_glm4_moe_lite.py)."""
+"""Defaults of transformers (configuration_glm4_moe_lite.py)."""
 
 
 def _arch_values(config: Config) -> Values:

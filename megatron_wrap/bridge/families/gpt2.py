@@ -7,7 +7,7 @@ from megatron_wrap.config.schema.derived import ffn_hidden_size
 from megatron_wrap.config.schema.model import ArchConfig
 
 _GELU = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
-"""activation_function -> whether it is the tanh approximation."""
+"""Value of activation_function -> whether it is the tanh approximation."""
 
 
 def _arch_values(config: Config) -> Values:

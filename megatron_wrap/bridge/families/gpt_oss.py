@@ -17,7 +17,7 @@ from megatron_wrap.config.schema.derived import moe_ffn_hidden_size
 from megatron_wrap.config.schema.model import ArchConfig
 
 _ALPHA = 1.702
-"""Of Megatron-Core's quick_gelu (megatron/core/activations.py)."""
+"""Factor in Megatron-Core's quick_gelu (megatron/core/activations.py)."""
 _DEFAULTS: Config = {
     **{"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_dropout": 0.0, "sliding_window": 128},
     **{"max_position_embeddings": 131072, "head_dim": 64},
@@ -26,7 +26,7 @@ _DEFAULT_ROPE: Config = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,
 }
-"""transformers' (configuration_gpt_oss.py)."""
+"""Defaults of transformers for rotary parameters (configuration_gpt_oss.py)."""
 
 
 def _arch_values(config: Config) -> Values:

@@ -1,5 +1,5 @@
-"""Llama 1 to 3.2, and models of the same architecture (transformers/models/llama). Other families take Llama's table of
-weights as it is, or its parts: attention, dense MLPs, and experts.
+"""Llama 1 to 3.2, and models of the same architecture (transformers/models/llama). Other families use Llama's table of
+weights unchanged, or parts of it: attention, dense MLPs, and experts.
 """
 
 from collections.abc import Callable
@@ -136,7 +136,7 @@ def norm_table(sizes: Sizes, ours: str, theirs: str) -> Table:
 
 
 def norm_after_table(sizes: Sizes, ours: str, theirs: str) -> Table:
-    """The two norms of a layer after attention and MLP, of their outputs."""
+    """The two norms of a layer for the outputs of attention and MLP."""
     attention, mlp = theirs + "post_attention_layernorm.weight", theirs + "post_feedforward_layernorm.weight"
     return {
         ours + "self_attn_bda.norm.weight": weights.replicated(attention, sizes.hidden),

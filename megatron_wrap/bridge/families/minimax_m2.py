@@ -21,7 +21,7 @@ _PUBLISHED: Config = {
     **{"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"},
     "shared_intermediate_size": 0,
 }
-"""Values of the published config.json that transformers does not read: it has no others."""
+"""Values of the published config.json that transformers does not read, because it supports no others."""
 
 
 def _arch_values(config: Config) -> Values:

@@ -11,11 +11,11 @@ DEFAULT_ROPE: Config = {
     **{"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384},
     **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
 }
-"""transformers' (configuration_ministral3.py)."""
+"""Defaults of transformers for rotary parameters (configuration_ministral3.py)."""
 
 
 def query_scaling_values(config: Config) -> Values:
-    """The scaling of queries by their position, which uses YaRN's original context."""
+    """Architecture keys of the scaling of queries by their position, which uses YaRN's original context."""
     kind, rope = rope_parameters(config)
     if kind != "yarn":
         raise UnsupportedModel(f"rope_type is {kind!r}, but queries are scaled by YaRN's original context")

@@ -7,11 +7,12 @@ from megatron_wrap.config.schema.derived import window_layer_pattern
 from megatron_wrap.config.schema.model import ArchConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-"""Names in `layer_types`."""
+"""Kinds of layers in `layer_types`."""
 
 
 def window_values(window: int | None) -> Values:
-    """`sliding_window` includes the token itself; Megatron-Core's window_size = (left, right) counts its neighbors."""
+    """Architecture keys of `sliding_window`, which includes the token itself; Megatron-Core's window_size = (left,
+    right) counts its neighbors."""
     return {"window_size": None if window is None else [window - 1, 0]}
 
 
@@ -22,7 +23,7 @@ def window_config(arch: ArchConfig) -> Values:
 
 
 def layer_windows(config: Config, layers: int, *, full_every: int) -> Values:
-    """Windows of `sliding_window` tokens in some layers, from `layer_types`.
+    """Architecture keys of windows of `sliding_window` tokens in some layers, from `layer_types`.
 
     Args:
         full_every: without `layer_types`, each layer whose number, from 1, is a multiple of it attends to all tokens.

@@ -16,9 +16,9 @@ _DEFAULT_ROPE: Config = {
     **DEFAULT_ROPE,
     **{"rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
 }
-"""transformers' (configuration_mistral4.py)."""
+"""Defaults of transformers for rotary parameters (configuration_mistral4.py)."""
 _DEFAULTS: Config = {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
-"""The same, of other keys."""
+"""Defaults of transformers for other keys (configuration_mistral4.py)."""
 
 
 def _arch_values(config: Config) -> Values:

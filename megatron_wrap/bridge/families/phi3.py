@@ -13,9 +13,9 @@ from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 LONG = ("longrope", "su", "yarn")
-"""Names of LongRoPE in config.json; the last two are those of earlier releases (Phi3Config)."""
+"""Names of LongRoPE in config.json; earlier releases use the last two (Phi3Config)."""
 _DEFAULTS: Config = {"num_key_value_heads": None, "original_max_position_embeddings": 4096}
-"""transformers' (configuration_phi3.py)."""
+"""Defaults of transformers (configuration_phi3.py)."""
 
 
 def _arch_values(config: Config) -> Values:
@@ -31,8 +31,8 @@ def _arch_values(config: Config) -> Values:
 
 
 def _longrope(config: Config, rope: Config) -> Values:
-    """Keys of LongRoPE (modeling_rope_utils.py, _compute_longrope_parameters; standardize_rope_params replaces the
-    rotary parameters' own original_max_position_embeddings)."""
+    """Architecture keys of LongRoPE (modeling_rope_utils.py, _compute_longrope_parameters; standardize_rope_params
+    replaces the rotary parameters' own original_max_position_embeddings)."""
     original = need(config, "original_max_position_embeddings")
     factor = rope.get("factor") or need(config, "max_position_embeddings") / original
     attention = rope.get("attention_factor")

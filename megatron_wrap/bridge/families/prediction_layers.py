@@ -12,7 +12,8 @@ from megatron_wrap.bridge.mapping.family import Values
 from megatron_wrap.config.schema.model import ArchConfig
 
 ANY_NUMBER = 100
-"""Layers of a family whose layers have all parameters themselves, as many as `mtp_num_layers` allows."""
+"""Largest number of layers in families whose prediction layers each have all parameters: the limit of
+`mtp_num_layers`."""
 
 
 def prediction_table(arch: ArchConfig, layer: LayerTable) -> Table:
@@ -62,7 +63,7 @@ def _table(arch: ArchConfig, layer: LayerTable, number: int, theirs: str, names:
 
     Args:
         theirs: prefix of the transformer layer's tensors.
-        names: our parameter -> theirs, of the norms and the projection.
+        names: Megatron-Core's name -> Hugging Face's name of each norm and of the projection.
     """
     sizes, ours = Sizes.of(arch), f"mtp_block.layers.{number}."
 
@@ -82,11 +83,11 @@ def _table(arch: ArchConfig, layer: LayerTable, number: int, theirs: str, names:
 def prediction_layers_left_out(
     arch: ArchConfig, *, named: str | None = None, advice: str = "; megatron_lm.model.arch.mtp_num_layers: 1 loads them"
 ) -> dict[str, str]:
-    """Patterns of the layers that a run does not build -> the warning that they are left out.
+    """Patterns of the tensors of layers that a run does not build -> the warning that they are left out.
 
     Args:
         named: pattern of their tensors; None: those of the layer after the decoder's last.
-        advice: the end of the warning; empty: for a family that cannot have them.
+        advice: the end of the warning; empty for a family that cannot have such layers.
     """
     if arch.mtp_num_layers is not None:
         return {}

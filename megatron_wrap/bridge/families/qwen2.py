@@ -8,7 +8,7 @@ from megatron_wrap.errors import UnsupportedModel
 
 
 def refuse_windows(config: Config) -> None:
-    """Qwen's sliding window applies to some layers only; no published model enables it.
+    """Refuse Qwen's sliding window, which applies to some layers only; no published model enables it.
 
     Raises:
         UnsupportedModel: it is enabled.

@@ -13,7 +13,8 @@ from megatron_wrap.config.schema.model import ArchConfig
 
 
 def in_proj(arch: ArchConfig, theirs: str, hidden: int) -> WeightMapping:
-    """A tensor for queries, keys and values, and one each for betas, decays and gates, their rows ordered by head."""
+    """The input projection as one tensor for queries, keys and values, and one each for betas, decays and gates, with
+    rows ordered by head."""
     heads = qwen3_next.values_per_key(arch)
     gates = heads * arch.linear_value_head_dim
     parts = [

@@ -100,12 +100,12 @@ def convolved_parts(arch: ArchConfig, name: str) -> list[tuple[Run, int]]:
 
 
 def values_per_key(arch: ArchConfig) -> int:
-    """Value heads of a key head."""
+    """Number of value heads for each key head."""
     return arch.linear_num_value_heads // arch.linear_num_key_heads
 
 
 def _in_proj(arch: ArchConfig, theirs: str, hidden: int) -> WeightMapping:
-    """Two tensors with rows ordered by key head: query, key, values, gates; betas, decays."""
+    """The input projection as two tensors with rows ordered by key head: query, key, values, gates; betas, decays."""
     heads = values_per_key(arch)
     gates = heads * arch.linear_value_head_dim
     convolved = 2 * arch.linear_key_head_dim + gates

@@ -1,5 +1,5 @@
-"""Rotary parameters by the kind of a layer, which OLMo 3 and Gemma 3 share: layers with a sliding window have
-frequencies of their own, which are not scaled."""
+"""Rotary parameters by the kind of a layer, which OLMo 3 and Gemma 3 share: layers with a sliding window have separate
+frequencies, which are not scaled."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def window_rope_values(values: Config, window: Config) -> Values:
 
 
 def rope_of_kinds_config(arch: ArchConfig, values: Config) -> Values:
-    """The inverse of both, in addition to the other `values` of config.json, which have the earlier form for layers
-    without a window."""
+    """The inverse of both functions, in addition to the other `values` of config.json; layers without a window have the
+    earlier form."""
     whole = {"rope_type": "default", **(values["rope_scaling"] or {}), "rope_theta": arch.rotary_base}
     base = arch.rotary_base if arch.window_rotary_base is None else arch.window_rotary_base
     return {"rope_parameters": {FULL: whole, SLIDING: {"rope_type": "default", "rope_theta": base}}}

@@ -9,7 +9,7 @@ from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import UnsupportedModel
 
 _DEFAULTS: Config = {"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True}
-"""transformers' (configuration_smollm3.py)."""
+"""Defaults of transformers (configuration_smollm3.py)."""
 
 
 def _arch_values(config: Config) -> Values:
@@ -25,7 +25,8 @@ def _arch_values(config: Config) -> Values:
 
 
 def _no_rope_freq(without: list[int]) -> int | list[int] | None:
-    """Megatron-Core's form: N where every N-th layer has no rotary positions, else 1 for each layer without."""
+    """The layers without rotary positions in Megatron-Core's form: N if it is every N-th layer, else a list with 1 for
+    each such layer; None if there are none."""
     if not any(without):
         return None
     interval = every_nth(without)

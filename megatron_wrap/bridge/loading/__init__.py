@@ -1,1 +1,1 @@
-"""Import of Hugging Face folders: downloads, weight files, loading into the parameters of this process."""
+"""Reads Hugging Face folders: downloads, weight files, loading into the parameters of this process."""

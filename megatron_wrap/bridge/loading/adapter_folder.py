@@ -47,12 +47,12 @@ REFUSED_INITIAL = {
     **dict.fromkeys(("olora", "corda", "lora_ga"), _CHANGED_BASE),
     "loftq": "the factors belong to a base that LoftQ quantized",
 }
-"""Beginnings of init_lora_weights whose folders cannot be loaded -> the reason."""
+"""Prefixes of init_lora_weights whose folders cannot be loaded -> the reason."""
 WITHOUT_EFFECT = (
     *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),  # of initial factors
     *("megatron_core", "qalora_group_size", "runtime_config"),
 )
-"""Options of peft that change nothing in a folder without the refused ones."""
+"""Options of peft without effect in a folder that has none of the refused options."""
 CLASSIFIER_HEADS = ("classifier", "score")
 """Modules that peft adds to modules_to_save for a sequence classification model."""
 _COMPARED = (
@@ -66,7 +66,7 @@ _KEYS = (
 )
 """Keys of `AdapterConfig` that are options of peft with the same meaning, except for init_lora_weights."""
 _EXPERT_FILES = (0, 19)
-"""The release of peft since which the factors of experts have their form; earlier ones exchange A and B."""
+"""The release of peft that introduced the present format of experts' factors; earlier ones exchange A and B."""
 
 
 def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -200,12 +200,12 @@ def open_adapter(
 
 
 def _without_order(key: str, value: Any) -> Any:
-    """A value to compare: peft writes names in an order of its own, and null in place of what is empty."""
+    """A value in a form for comparison: peft writes names in another order, and null instead of empty values."""
     return sorted(value) if key in ("target_parameters", "modules_to_save") else value or None
 
 
 def _differs(folder: str | os.PathLike[str], key: str, there: Any, here: Any) -> CheckpointError:
-    """The error about an option that is another one in the folder."""
+    """The error about an option that has another value in the folder."""
     saved, wanted = (inline_yaml(list(value) if isinstance(value, tuple) else value) for value in (there, here))
     return CheckpointError(
         f"{folder}: {key} is {saved} there and {wanted} here; write megatron_wrap.adapter.{key}={saved}"

@@ -1,7 +1,8 @@
 """Slices of tensor files on a GPU.
 
-A thread reads bytes into page-locked memory and reads on while they are copied to the device; nothing waits for the
-device until all is read. Whether the values are finite is computed there and asked once, at the end.
+A thread reads bytes into page-locked memory and continues to read while they are copied to the device; nothing waits
+for the device until everything is read. The device computes whether the values are finite, and the host reads the
+result once, at the end.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _DTYPES = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
 }
 _BUFFERS = 2
-"""Of a thread: one is filled while the other is copied."""
+"""Number of buffers per thread: one is filled while the other is copied."""
 _BUFFER_BYTES = 8 * 2**20
 _LEAST_BYTES = 2**16
-"""Of a contiguous range, if a slice has several."""
+"""Smallest size in bytes of a contiguous range, if a slice has several."""
 
 
 class DeviceReader:
@@ -49,17 +50,17 @@ class DeviceReader:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """The calling thread uses the device and the reader's stream."""
+        """Context in which the calling thread uses the device and the reader's stream."""
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
             yield
 
     def read(self, entry: StoredTensor, index: tuple[slice, ...]) -> Tensor | None:
-        """A slice on the device, which is there when the stream has arrived at it; None: the slice is not contiguous in
-        the file for each index of its first dimension, or of so few bytes that a memory map is faster, or the file's
-        format is another one.
+        """A slice on the device, complete once the stream has executed its copy. None if the slice is not contiguous in
+        the file for each index of its first dimension, if its ranges are so small that a memory map is faster, or if
+        the file has another format.
 
         Raises:
-            CheckpointError: the file is shorter than its header says.
+            CheckpointError: the file is shorter than its header requires.
             OSError: it cannot be read.
         """
         dtype, ranges = _DTYPES.get(entry.dtype), _ranges(entry.shape, index)
@@ -104,7 +105,7 @@ class DeviceReader:
 
 
 class _Buffer:
-    """Host memory that is filled again when its last content is on the device."""
+    """Host memory that is filled again once its last content has been copied to the device."""
 
     def __init__(self, is_pinned: bool) -> None:
         self._memory = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
@@ -131,8 +132,8 @@ def _read_into(memory: memoryview, file: FileIO) -> None:
 
 
 def _ranges(shape: tuple[int, ...], index: tuple[slice, ...]) -> list[int]:
-    """First elements of the ranges of equal length that a slice has in its tensor, one for each index of its first
-    dimension, or one in all; none: there are more."""
+    """First element of each range of equal length that a slice has in its tensor: one range for each index of its first
+    dimension, or one range in all. Empty if the slice has more ranges."""
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     lengths = [max(0, stop - start) for start, stop in bounds]
     partial = [dim for dim, (length, size) in enumerate(zip(lengths, shape, strict=True)) if length != size]

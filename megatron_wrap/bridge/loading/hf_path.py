@@ -62,9 +62,9 @@ def starting_weights(config: RunConfig) -> WeightFolder | None:
 
 
 def tokens_new_to_folder(config: RunConfig, tokenizer: Any, vocab_size: int) -> NewTokens | None:
-    """The tokens of the run's tokenizer that the model of `hf_path` was not trained with: those that the folder's own
-    tokenizer does not have (`data.tokenizer` without new_tokens if it has none that can be loaded), also where the
-    model has rows for them. Opens no connection.
+    """Tokens of the run's tokenizer that the model of `hf_path` was not trained with: those that the folder's own
+    tokenizer does not have, even if the model has rows for them. If the folder has no tokenizer that can be loaded,
+    `data.tokenizer` without new_tokens replaces it. Opens no connection.
 
     Args:
         tokenizer: of the run, or None.

@@ -24,9 +24,11 @@ from megatron_wrap.parallel.state import Axis, ParallelState
 from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 READERS = 8
-"""Threads that read the next blocks for a GPU, at most; most of the time is the copy from the system's cache."""
+"""Largest number of threads that read the next blocks for a GPU; most of the time is the copy from the system's
+cache."""
 _GPU_BLOCKS = 4
-"""Of `BLOCK_BYTES`, which are read at once for a GPU from a tensor of all experts: fewer and larger kernels."""
+"""Number of blocks of `BLOCK_BYTES` that are read at once for a GPU from a tensor of all experts, for fewer and larger
+kernels."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class _Part:
     """A block of a parameter."""
 
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     parameter: Tensor
     is_padded: bool
     piece: Piece
     block: Region
     is_whole: bool
-    """It is the whole parameter, of one expert of a tensor of all experts."""
+    """Whether it is the whole parameter, for one expert of a tensor of all experts."""
 
 
 _Parts = list[_Part]
@@ -99,9 +101,9 @@ def _parts(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder, paral
 
 
 def _reads(parts: Iterable[_Part], most: int) -> list[_Parts]:
-    """The parts that one read returns: consecutive rows of a tensor for one parameter, of at most `BLOCK_BYTES`, or
-    consecutive experts of the same slice of a tensor of all experts, of at most `most` bytes. A parameter's parts stay
-    together, and parts keep the order of the tensors."""
+    """The parts in groups, each of which one read returns: consecutive rows of a tensor for one parameter, of at most
+    `BLOCK_BYTES`, or consecutive experts of the same slice of a tensor of all experts, of at most `most` bytes. A
+    parameter's parts stay together, and parts keep the order of the tensors."""
     by_slice: dict[Any, _Parts] = {}
     for part in parts:
         parameter = None if part.is_whole else part.name
@@ -138,7 +140,8 @@ def _copy(block: Tensor, parts: _Parts, views: list[Tensor]) -> None:
 
 
 def _as_one(views: list[Tensor]) -> Tensor | None:
-    """Views of equal shape at equal distances in one memory, as one tensor [views, ...]; None: they are not."""
+    """Views of equal shape at equal distances in one memory as one tensor [views, ...]; None if they are not such
+    views."""
     first = views[0]
     alike = all(
         view.shape == first.shape

@@ -1,9 +1,9 @@
 """Quantized tensors of a Hugging Face folder, dequantized slice by slice.
 
 FP8: a weight in float8 and the scales of its blocks, by which the values are multiplied. MXFP4 (Open Compute Project,
-OCP Microscaling Formats 1.0): blocks of 32 values of 4 bits along a row with one exponent. The products are computed in
-fp32 and rounded once to the parameter's dtype; those of MXFP4 are exact in fp32 and in bf16. As transformers does
-(integrations/finegrained_fp8.py, Fp8Dequantize; integrations/mxfp4.py, convert_moe_packed_tensors).
+OCP Microscaling Formats 1.0): blocks of 32 values of 4 bits along a row with one exponent. The dequantized values are
+computed in fp32 and rounded once to the parameter's dtype; those of MXFP4 are exact in fp32 and in bf16. transformers
+does the same (integrations/finegrained_fp8.py, Fp8Dequantize; integrations/mxfp4.py, convert_moe_packed_tensors).
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "U8")
 _EXPONENTS = ("F8_E8M0", "U8")
-"""Scales that are powers of two, a byte each: 2^(byte - 127), and NaN for 255."""
+"""Dtypes of scales that are powers of two, a byte each: 2^(byte - 127), and NaN for 255."""
 _BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
 _BYTES, _VALUES = 16, 32
-"""Of a block of MXFP4."""
+"""Number of bytes and number of values of a block of MXFP4."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""E2M1 without its sign, which is the highest of the 4 bits."""
+"""Values of E2M1 by the lower 3 of its 4 bits; the highest bit is the sign."""
 _UNREAD = ("activation_scale", "input_scale", "output_scale", "k_scale", "v_scale")
-"""Scales of activations, which kernels in FP8 use."""
+"""Names of scales of activations, which only kernels in FP8 use."""
 _ADVICE = "download the folder again, or use weights in bf16"
 
 
 @dataclass(frozen=True)
 class QuantizedTensor(StoredTensor):
-    """A tensor of two stored ones. `name`, `shape` and `dtype` are those of the dequantized tensor."""
+    """A tensor that is computed from two stored ones. `name`, `shape` and `dtype` are those of the dequantized
+    tensor."""
 
     values: StoredTensor
     scales: StoredTensor
@@ -100,7 +101,8 @@ def dequantized(
     Args:
         region: of the dequantized tensor.
         stored: its `stored_slices`.
-        dtype: that the caller needs. The slice is in bf16 if that is it and the values are exact in it, else in fp32.
+        dtype: the one that the caller needs. The slice is in bf16 if the caller needs bf16 and the values are exact in
+            it, else in fp32.
     """
     values, scales = stored
     if quantization.method == "mxfp4":
@@ -138,7 +140,7 @@ def _check_shape(entry: StoredTensor, scales: StoredTensor, *allowed: tuple[int,
 
 
 def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> QuantizedTensor:
-    """[experts, columns, rows / 32, 16] bytes of the matrices [experts, rows, columns], which are stored transposed."""
+    """The matrices [experts, rows, columns] that are stored transposed, in bytes [experts, columns, rows / 32, 16]."""
     if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES:
         raise CheckpointError(
             f"{blocks.file}: {blocks.name} has shape {list(blocks.shape)} and dtype {blocks.dtype}, but blocks of "

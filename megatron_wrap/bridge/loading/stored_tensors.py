@@ -17,11 +17,12 @@ class StoredTensor:
 
     file: Path
     name: str
-    """Its name in the file."""
+    """Name of the tensor in its file."""
     dtype: str
     shape: tuple[int, ...]
     start: int | None = field(default=None, kw_only=True)
-    """Position of its first byte in a safetensors file; None: in another file, or it is computed from stored ones."""
+    """Position of the tensor's first byte in a safetensors file; None if it is in another kind of file, or computed
+    from stored tensors."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class ExpertOfStack(StoredTensor):
 
     stack: StoredTensor
     index: int
-    """Of the expert."""
+    """Index of the expert in the stack."""
     first_row: int
-    """Of the weight, in the expert's part of the stack."""
+    """First row of the weight in the expert's part of the stack."""
 
 
 def without_stacks(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a folder by their names, with each expert of `experts.gate_up_proj` [E, 2 f, h] and
-    `experts.down_proj` [E, h, f] as tensors of its own."""
+    """The tensors of a folder by their names, in which each expert of `experts.gate_up_proj` [E, 2 f, h] and
+    `experts.down_proj` [E, h, f] has separate tensors."""
     tensors: dict[str, StoredTensor] = {}
     for name, entry in stored.items():
         owner, _, part = name.rpartition(".")

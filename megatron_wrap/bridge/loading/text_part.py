@@ -1,4 +1,4 @@
-"""Names of tensors in a folder with a vision encoder, whose language model is read."""
+"""Names of tensors in a folder with a vision encoder, of which only the language model is read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 _PUBLISHED, _TRANSFORMERS = PREFIXES = ("language_model.", "model.language_model.")
-"""Of the language model's tensors, as Mistral publishes them and as transformers 5 names them."""
+"""Prefixes of the language model's tensors, as Mistral publishes them and as transformers 5 names them."""
 _VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\..*"
 LEFT_OUT: Mapping[str, str] = {
     _VISION: "the vision encoder and its projector are not loaded: the text model is trained, and exported alone, or "
@@ -21,12 +21,12 @@ def is_vision(name: str) -> bool:
 
 
 def prefix_of(names: Iterable[str]) -> str | None:
-    """The prefix of the language model's tensors; None: the folder has a text model alone."""
+    """The prefix of the language model's tensors; None if the folder contains only a text model."""
     return next((prefix for name in names for prefix in PREFIXES if name.startswith(prefix)), None)
 
 
 def text_name(name: str) -> str:
-    """The name of a tensor in the folder of the language model alone."""
+    """The name that a tensor of the folder has in a folder of the language model alone."""
     if name.startswith(_TRANSFORMERS):
         return "model." + name.removeprefix(_TRANSFORMERS)
     return name.removeprefix(_PUBLISHED)

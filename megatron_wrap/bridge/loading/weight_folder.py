@@ -55,13 +55,13 @@ _ADAPTER_ADVICE = (
     "to its base, or save the adapter again"
 )
 _MAX_HEADER = 100_000_000
-"""Bytes of the header of a safetensors file (its specification)."""
+"""Largest size of the header of a safetensors file in bytes (its specification)."""
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 def folder_digest(folder: Path) -> str:
-    """SHA-256 of config.json, the index, and the name, size and header of each safetensors file of a folder: whether it
-    is the same model, without reading its weights."""
+    """SHA-256 of config.json, the index, and the name, size and header of each safetensors file of a folder. It
+    identifies a model without reading its weights."""
     folder, digest = folder.expanduser(), hashlib.sha256()
     for path in sorted([folder / "config.json", folder / INDEX, *folder.glob("*.safetensors")]):
         if not path.is_file():
@@ -103,7 +103,8 @@ class WeightFolder:
             stored = without_stacks(stored)
         prefix = family.base_prefix
         self.text_prefix = prefix_of(stored)
-        """Of the language model's tensors in a folder with a vision encoder, which is not read; None: there is none."""
+        """Prefix of the language model's tensors in a folder with a vision encoder, which is not read; None if there is
+        no vision encoder."""
         if self.text_prefix is not None:
             stored = {text_name(name): entry for name, entry in stored.items()}
         elif stored and not any(name.startswith(prefix) for name in stored):
@@ -111,7 +112,7 @@ class WeightFolder:
         self.tensors: Mapping[str, StoredTensor] = stored
 
     def read(self, name: str, region: Region, dtype: torch.dtype | None = None) -> Tensor:
-        """A slice of a tensor, on the CPU. It may be memory-mapped: copy it and drop the reference.
+        """A slice of a tensor, on the CPU. It may be memory-mapped, so the caller copies it and drops the reference.
 
         Args:
             dtype: in which the caller needs the values of a quantized tensor; they are in fp32, or in bf16 where that
@@ -123,7 +124,8 @@ class WeightFolder:
         return self.values(name, region, self.stored(name, region), dtype=dtype)
 
     def stored(self, name: str, region: Region, device_reader: DeviceReader | None = None) -> list[Tensor]:
-        """What the files have of a slice, for `values`: on the CPU, or on the device of a reader, in its `on_stream`.
+        """The stored tensors of a slice, from which `values` computes it: on the CPU, or within `on_stream` of a reader
+        on its device.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -150,7 +152,7 @@ class WeightFolder:
         device_reader: DeviceReader | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A slice of a tensor from what its files have of it; the other arguments as of `read` and `stored`.
+        """A slice of a tensor, computed from the result of `stored`; the other arguments as of `read` and `stored`.
 
         Raises:
             CheckpointError: the slice contains NaN or infinity; with a reader its `finish` raises that.
@@ -316,7 +318,7 @@ def _cannot_be_read(entry: StoredTensor, error: Exception) -> CheckpointError:
 
 
 def _check_pickle(file: Path) -> None:
-    """Refuses a pickle that belongs to another user, or that is not a file of its folder."""
+    """Refuse a pickle that belongs to another user, or that is not a file of its folder."""
     refuse_unless_in_folder(file)
     owner = file.stat().st_uid
     if owner != os.geteuid():

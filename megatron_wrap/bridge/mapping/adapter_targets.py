@@ -1,5 +1,5 @@
-"""The weights of a model that `megatron_wrap.adapter` adapts or trains whole, by peft's rules, and the tensors of
-peft's files that their factors are. Needs no torch."""
+"""The weights of a model that `megatron_wrap.adapter` adapts or trains whole, by peft's rules, and the tensors in
+peft's files of their factors. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from megatron_wrap.errors import ConfigError, did_you_mean
 Number = TypeVar("Number", int, float)
 
 PEFT_PREFIX = "base_model.model."
-"""Of names in adapter_model.safetensors."""
+"""Prefix of the names in adapter_model.safetensors."""
 PEFT_VERSION = "0.19.0"
-"""The release of peft since which files have the form that is written here."""
+"""The release of peft that introduced the format that is written here."""
 SEQUENCE_CLASSIFICATION = "SEQ_CLS"
 """peft's task type of a model with a scalar head."""
 ADAPTER = "_adapter"
-"""Ending of the name of an adapter's module, which begins with that of its linear layer."""
+"""Suffix of the name of an adapter's module, after the name of its linear layer."""
 
 _WHOLE = re.compile(r"(?:embedding|output_layer|.*norm)\.(?:\w+\.)?(?:weight|bias)")
-"""Global names of parameters that can be trained whole."""
+"""Pattern of the global names of parameters that can be trained whole."""
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?(?:linear_\w+|in_proj|out_proj))\.weight")
 _SAME_IN_PEFT = ("r", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "bias", "ensure_weight_tying")
 
@@ -46,12 +46,12 @@ class TargetModule:
     """A module of Hugging Face's model that gets an adapter."""
 
     name: str
-    """Such as model.layers.0.self_attn.q_proj."""
+    """Name of the module, such as model.layers.0.self_attn.q_proj."""
     rank: int
     scale: float
-    """alpha / rank, or alpha / sqrt(rank)."""
+    """Factor of the adapter's output: alpha / rank, or alpha / sqrt(rank)."""
     is_parameter: bool = False
-    """Named by target_parameters, as the module's weight."""
+    """Whether target_parameters names the module's weight."""
 
     @property
     def key(self) -> str:
@@ -61,22 +61,24 @@ class TargetModule:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer of ours with adapters, or the stack of this layer of all experts."""
+    """A linear layer of Megatron-Core with adapters, or the stack of this layer over all experts."""
 
     name: str
     """Global name, such as decoder.layers.0.self_attention.linear_qkv."""
     weight: WeightMapping
-    """Of experts, that of the first one."""
+    """Mapping of the layer's weight; for a stack, that of the first expert."""
     modules: tuple[TargetModule, ...]
-    """Of experts, the fused tensor, such as model.layers.0.mlp.experts.gate_up_proj."""
+    """Hugging Face modules of the layer; for a stack, the fused tensor, such as
+    model.layers.0.mlp.experts.gate_up_proj."""
     experts: int = 0
     """Number of experts of the stack; 0: one linear layer."""
     nested: bool = False
-    """peft wraps a further tensor of the same experts around this one."""
+    """Whether peft wraps a further tensor of the same experts around this one."""
     dora: bool = False
-    """The norms of the adapted rows are trained as well."""
+    """Whether the norms of the adapted rows are trained as well."""
     decomposed: bool = False
-    """The initial factors, whose product is taken from the base, are kept in addition to the trained ones."""
+    """Whether the initial factors, whose product is subtracted from the base, are kept in addition to the trained
+    ones."""
 
     @property
     def is_row_parallel(self) -> bool:
@@ -103,8 +105,9 @@ class AdaptedLayer:
         return table
 
     def all_factors(self) -> dict[str, WeightMapping]:
-        """As `factors`; with `decomposed` also the initial factors, which follow the trained ones along the rank of the
-        tensors, as peft's LoraModel.subtract_mutated_init makes them for an adapter of the original base."""
+        """The table of `factors`. With `decomposed` it also contains the initial factors, which follow the trained ones
+        along the rank of the tensors, as peft's LoraModel.subtract_mutated_init makes them for an adapter of the
+        original base."""
         table = self.factors()
         if not self.decomposed:
             return table
@@ -155,21 +158,21 @@ class _Candidate:
     """A weight that can have adapters, under the names by which peft's options choose it."""
 
     layer: str
-    """Global name of the linear layer, or of that of the first expert without the expert's number."""
+    """Global name of the linear layer; for a stack, that of the first expert without the expert's number."""
     weight: WeightMapping
-    """Of the layer."""
+    """Mapping of the layer's weight."""
     name: str
-    """Hugging Face's module, or the fused tensor of all experts."""
+    """Name of the Hugging Face module, or of the fused tensor of all experts."""
     is_module: bool
-    """target_modules can choose it."""
+    """Whether target_modules can choose it."""
     parameter: str | None
-    """The name by which target_parameters can choose it; None: it cannot."""
+    """Name by which target_parameters can choose it; None if it cannot."""
     experts: int = 0
-    """Number of experts of a fused tensor."""
+    """Number of experts of a fused tensor; 0 for another weight."""
 
 
 def _candidates(table: Mapping[str, WeightMapping]) -> list[_Candidate]:
-    """All of them, in model order, and fused tensors last."""
+    """All candidates in model order, with fused tensors last."""
     linear = {match[1]: mapping for name, mapping in table.items() if (match := _LINEAR.fullmatch(name))}
     # peft 0.21 takes the names of an MLP's modules in a mixture of experts as those of all of its experts, which
     # transformers 5 stores in one tensor (peft/utils/transformers_weight_conversion.py, _convert_peft_config_moe)
@@ -231,8 +234,8 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
 
 
 def _target(candidate: _Candidate, config: AdapterConfig) -> TargetModule | None:
-    """The module with its rank and scale, which peft's patterns choose by the name that its options have chosen it by;
-    None: it has no adapter."""
+    """The module with its rank and scale; None if it has no adapter. peft's patterns of ranks and alphas match the name
+    by which its options have chosen the module."""
     by_module = candidate.is_module and _is_target(candidate.name, config)
     by_parameter = candidate.parameter is not None and _is_named(candidate.parameter, config.target_parameters)
     if by_module and by_parameter:
@@ -345,8 +348,8 @@ def _refuse_unsupported(table: Mapping[str, WeightMapping], config: AdapterConfi
 
 
 def tied_copies(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, str]:
-    """Name of each tensor in peft's file that is a copy -> that of the tensor: the output layer's weights, which are
-    those of an embedding that is trained whole."""
+    """Name of each tensor in peft's file that is a copy -> name of the original: the output layer's weights, if they
+    are those of an embedding that is trained whole."""
     if HEAD in table or EMBEDDING not in saved_parameters(table, config):
         return {}
     (embedding,) = _owners(table[EMBEDDING])
@@ -413,7 +416,8 @@ def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str
 
 
 def _of_twice_the_rank(config: AdapterConfig) -> AdapterConfig:
-    """The adapter whose factors are the trained ones and the initial ones, with the same scales."""
+    """The adapter configuration of a doubled rank, whose factors are the trained and the initial ones, with the same
+    scales."""
     more = math.sqrt(2) if config.use_rslora else 2
     return replace(
         config,

@@ -52,7 +52,7 @@ def expert_factors(weight: Mapping, stem: str, rank: int, expert: int, experts: 
     """The mappings of A and B of one expert.
 
     Args:
-        weight: of the expert's own weight.
+        weight: mapping of the expert's own weight.
         stem: name of the factors in the file without `.lora_A.weight`.
     """
     file_a, file_b = (f"{stem}.lora_{letter}.weight" for letter in "AB")

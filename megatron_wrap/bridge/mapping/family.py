@@ -37,21 +37,21 @@ class Family:
     ignored: tuple[str, ...] = ()
     """Patterns (full match) of buffers that older files contain; they are not read."""
     left_out: Callable[[ArchConfig], dict[str, str]] = lambda arch: {}
-    """Patterns (full match) of tensors of model parts that are not built -> a warning for the user."""
+    """Patterns (full match) of tensors of parts that the model is built without -> a warning for the user."""
     new_if_missing: tuple[str, ...] = ()
     """Tensors that a folder may lack; the model then keeps its initial weights of them."""
     exported_values: Callable[[ArchConfig], Config] = lambda arch: {}
     """Values of an exported config.json that replace those of the original."""
     copies: Callable[[ArchConfig], Mapping[str, str]] = lambda arch: {}
-    """Name of a further tensor -> the tensor of which it is a copy: written beside it, and not read."""
+    """Name of a further tensor -> the tensor that it copies: written beside it, and not read."""
     max_prediction_layers: int = 0
-    """Layers for multi-token prediction (`mtp_num_layers`) that the table can have."""
+    """Largest number of layers for multi-token prediction (`mtp_num_layers`) in the table."""
 
     splits_stacks: bool = False
-    """A folder may have the experts of a layer in one tensor; `parameters` names the tensors of each expert."""
+    """Whether a folder may have the experts of a layer in one tensor; `parameters` names the tensors of each expert."""
 
     is_adapter: bool = False
-    """The files contain an adapter, so the parameters of the base are not among them."""
+    """Whether the files contain an adapter, so that they lack the parameters of the base."""
 
     def shapes(self, arch: ArchConfig) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every Hugging Face tensor of the architecture, in model order."""

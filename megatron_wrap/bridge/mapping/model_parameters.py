@@ -19,10 +19,11 @@ from megatron_wrap.model.initial_weights import global_names, is_expert, named_l
 from megatron_wrap.parallel.state import ParallelState
 
 BLOCK_BYTES = 32 * 2**20
-"""Largest block of a tensor that is read, sent or written at once, in bytes: memory in addition to the model's."""
+"""Largest size in bytes of a block of a tensor that is read, sent or written at once: memory in addition to the
+model's."""
 
 ADAPTER_FACTORS = (f"{ADAPTER}.lora_", f"{ADAPTER}.initial_", f"{ADAPTER}.token_rows")
-"""In the names of adapters' factors, which a base's family does not have."""
+"""Parts of the names of adapters' factors, which a base's family does not have."""
 
 SEPARATE_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",

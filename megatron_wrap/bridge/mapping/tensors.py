@@ -36,13 +36,14 @@ class Piece:
     local: Region
     """The part's position, as indices of the local parameter."""
     transposed: bool
-    """The Hugging Face tensor is stored transposed."""
+    """Whether the Hugging Face tensor is stored transposed."""
     stacked: bool = False
-    """The Hugging Face tensor has a further first dimension, of which `region` has one index."""
+    """Whether the Hugging Face tensor has a further first dimension, of which `region` has one index."""
     interleaved: bool = False
-    """Rows of the first and the second half of the local parameter alternate in the Hugging Face tensor."""
+    """Whether rows of the first and the second half of the local parameter alternate in the Hugging Face tensor."""
     depthwise: bool = False
-    """The Hugging Face tensor has a dimension of size 1 between its rows and columns, which `region` has as well."""
+    """Whether the Hugging Face tensor has a dimension of size 1 between its rows and columns, which `region` has as
+    well."""
 
     @property
     def numel(self) -> int:
@@ -197,8 +198,8 @@ def query_key_value(
 def gated_query_key_value(
     query: str, key: str, value: str, heads: int, groups: int, width: int, columns: int | None = None
 ) -> Mapping:
-    """As `query_key_value` with a gate for each query head. In the tensor `query` a head's query precedes its gate; the
-    rows of a group are its queries, their gates, its key, its value."""
+    """The mapping of `query_key_value` with a gate for each query head. In the tensor `query` a head's query precedes
+    its gate; the rows of a group are its queries, their gates, its key, its value."""
     rows_of_group = heads // groups * 2 * width
     starts = [*range(0, rows_of_group, 2 * width), *range(width, rows_of_group, 2 * width)]  # queries, then gates
     parts = [(Run(query, start, start + width), rows_of_group) for start in starts]
@@ -219,25 +220,26 @@ def by_head(parts: Sequence[tuple[Run, int]], heads: int, columns: int | None = 
 
 
 def depthwise(mapping: Mapping) -> Mapping:
-    """The same parameter, whose Hugging Face tensors are weights [rows, 1, columns] of a convolution by channel."""
+    """The mapping with Hugging Face tensors that are weights [rows, 1, columns] of a convolution by channel."""
     return replace(mapping, depthwise=True)
 
 
 def transposed(mapping: Mapping) -> Mapping:
-    """The same parameter, with Hugging Face tensors stored transposed; a vector is unchanged."""
+    """The mapping with Hugging Face tensors stored transposed; the mapping of a vector is unchanged."""
     return mapping if mapping.other is None else replace(mapping, transposed=True)
 
 
 def stacked(mapping: Mapping, index: int) -> Mapping:
-    """The same parameter, as one index of a first dimension of its Hugging Face tensors."""
+    """The mapping to one index of a further first dimension of its Hugging Face tensors."""
     return replace(mapping, index=index)
 
 
 def interleaved(mapping: Mapping) -> Mapping:
-    """A gated projection whose Hugging Face tensor has the rows gate 0, up 0, gate 1, up 1, ...; of a stack."""
+    """The mapping of a gated projection of a stack whose Hugging Face tensor has the rows gate 0, up 0, gate 1, up 1,
+    ..."""
     return replace(mapping, interleaved=True)
 
 
 def in_fp32(mapping: Mapping) -> Mapping:
-    """The same parameter, kept in fp32."""
+    """The mapping of a parameter that is kept in fp32."""
     return replace(mapping, fp32=True)

@@ -1,5 +1,5 @@
-"""Which rows of the embedding and the output layer are trained in addition to an adapter, by peft's rules, and the
-tensors of peft's files that they are. Needs no torch."""
+"""Selects the rows of the embedding and the output layer that are trained in addition to an adapter, by peft's rules,
+and maps them to the tensors of peft's files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_wrap.errors import ConfigError, did_you_mean
 EMBEDDING = "embedding.word_embeddings.weight"
 """Global name of the embedding."""
 ROWS = {EMBEDDING: "embedding.word_embeddings_adapter.token_rows", HEAD: "output_layer_adapter.token_rows"}
-"""Global name of a weight -> that of its trained rows; those of tied weights are the embedding's."""
+"""Global name of a weight -> global name of its trained rows; tied weights use those of the embedding."""
 _KEY = "megatron_wrap.adapter.trainable_token_indices"
 
 
@@ -76,7 +76,7 @@ def row_factors(table: Mapping[str, WeightMapping], config: AdapterConfig, prefi
 
 
 def as_in_peft(config: AdapterConfig) -> list[int] | dict[str, list[int]] | None:
-    """The value in adapter_config.json."""
+    """The value of trainable_token_indices in adapter_config.json."""
     wanted = config.trainable_token_indices
     if isinstance(wanted, Mapping):
         return {name: list(indices) for name, indices in wanted.items()}

@@ -31,7 +31,7 @@ def family_of_model(config: RunConfig, family: Family) -> Family:
 
 
 def has_scalar_head(family: Family) -> bool:
-    """Whether a family is one of `with_scalar_head`."""
+    """Whether a family is a result of `with_scalar_head`."""
     return SCORE in family.new_if_missing
 
 
