@@ -65,7 +65,7 @@ class MegatronWrapGPTModelCPOFlow(ReferenceFreeFlow):
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> LossOutput:
         """This rank's share of both terms. Metrics as in trl: weighted means over pairs of rewards (beta times the
-        log-probability, transformed with `alpha`) and log-probabilities, as the loss takes them; `nll_loss`, and
+        log-probability, transformed with `alpha`) and of the log-probabilities that the loss uses; `nll_loss`, and
         `entropy` over the tokens of all answers."""
         options = self.flow_config
         average = options.loss_type in ("ipo", "simpo")

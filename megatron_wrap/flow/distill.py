@@ -64,10 +64,10 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
         return {**super().get_fields_and_seqdims(), **dict.fromkeys(fields, 1)}
 
     def prepare_sample(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """As gpt_sft.
+        """Encode a sample like gpt_sft.
 
         Raises:
-            DataError: also, an id of `teacher_top_k_ids` is outside the vocabulary.
+            DataError: also if an id of `teacher_top_k_ids` is outside the vocabulary.
         """
         prepared = super().prepare_sample(sample)
         if sample.get(TEACHER_IDS) is None:
@@ -77,7 +77,7 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
         return prepared
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """As gpt_sft; the teacher's logits, where the samples contain them, are [B, S, K].
+        """The fields of gpt_sft, and the teacher's logits [B, S, K] if the samples contain them.
 
         Raises:
             DataError: only some samples contain them, or their number of rows is not that of the predicted tokens.
@@ -87,7 +87,7 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
         return model_forward_inputs, {**loss_inputs, **self._teacher_columns(samples, loss_inputs["labels"].shape[1])}
 
     def _teacher_columns(self, samples: list[Mapping[str, Any]], width: int) -> dict[str, Tensor]:
-        """[B, S, K] each, padded with 0; empty if no sample contains them."""
+        """The teacher's logits and ids, [B, S, K] each, padded with 0; empty if no sample contains them."""
         if not contain_keys(samples, [TEACHER_VALUES, TEACHER_IDS]):
             return {}
         columns: dict[str, Tensor] = {}
@@ -130,7 +130,7 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
         return LossOutput(loss_sum, metrics)
 
     def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
-        """`log_probs` and `loss_mask` as gpt_sft; with `top_k` also `top_k_logits` and `top_k_ids` [B, S, K], from
+        """`log_probs` and `loss_mask` as in gpt_sft; with `top_k` also `top_k_logits` and `top_k_ids` [B, S, K], from
         which a student can learn."""
         outputs = super().calculate_outputs(loss_inputs, model_forward_output)
         return outputs if self.flow_config.top_k is None else {**outputs, **self._largest(model_forward_output)}

@@ -107,7 +107,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
     supports_packing = True
 
     def get_fields_and_seqdims(self) -> dict[str, int]:
-        """Also `token_factors`, with `ld_alpha`."""
+        """The base class's fields; with `ld_alpha` also `token_factors`."""
         return {**super().get_fields_and_seqdims(), "token_factors": 1}
 
     def collate_pairs(
@@ -172,7 +172,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         return LossOutput(sums if NLL in sums else sums[_PAIRS], metrics)
 
     def _pair_losses(self, loss_inputs: Mapping[str, Tensor], chosen_ratios: Tensor, rejected_ratios: Tensor) -> Tensor:
-        """[B]: the weighted sum of the losses of `PAIR_LOSSES` for each pair."""
+        """Weighted sum of the losses of `PAIR_LOSSES` for each pair, [B]."""
         config = self.flow_config
         divergence, alpha = config.f_divergence_type, config.f_alpha_divergence_coef
         chosen_lengths, rejected_lengths = loss_inputs["answer_lengths"].clamp(min=1).chunk(2)
@@ -196,8 +196,8 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
     def _sorted_losses(
         self, loss_inputs: Mapping[str, Tensor], chosen_ratios: Tensor, rejected_ratios: Tensor
     ) -> Tensor:
-        """[B]: each pair's share of aot and aot_unpaired, with its weight. The gradient is of the pair's own value
-        against the detached value of the same rank in the other sort, and each rank counts once."""
+        """Each pair's share of aot and aot_unpaired, with its weight, [B]. Gradients flow through the pair's own value,
+        and not through the value of the same rank in the other sort; each rank counts once."""
         beta, smoothing, weights = self.flow_config.beta, self.flow_config.label_smoothing, loss_inputs["pair_weights"]
         total = torch.zeros_like(chosen_ratios)
         if "aot" in self._losses:
@@ -230,8 +230,8 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         }
 
     def reduce_step_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """For each pair of the step the value at its rank of the other sort, [N] each: of the reference's ratios, of
-        the rejected answers, of the chosen ones, and the weight of the latter."""
+        """Values at each pair's rank in the other sort, over the step, [N] each: of the reference's ratios, of the
+        rejected answers, and of the chosen ones; and the weight of the latter."""
         chosen, rejected, weights = values["chosen"], values["rejected"], values["weights"]
         chosen_indices = partners(rejected, chosen, weights)
         return {
@@ -242,7 +242,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         }
 
     def _pair_probabilities(self, loss_inputs: Mapping[str, Tensor], token_log_probs: Tensor, logits: Tensor) -> Tensor:
-        """[B]: WPO's weight of a pair, the product over both answers of exp(mean over tokens of log p - log sum p^2)
+        """WPO's weight of each pair, [B]: the product over both answers of exp(mean over tokens of log p - log sum p^2)
         (Zhou et al., 2024, arXiv:2406.11827, equation 2); detached."""
         mask = loss_inputs["loss_mask"]
         aligned = torch.where(mask != 0, token_log_probs.detach() + collision_entropy(logits), 0.0)
@@ -251,7 +251,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
         return chosen * rejected
 
     def answer_log_probs(self, loss_inputs: Mapping[str, Tensor], log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """As in the base class; with `ld_alpha` the log-probabilities of later tokens have its factor."""
+        """See the base class; with `ld_alpha` the log-probabilities of later tokens have its factor."""
         if "token_factors" in loss_inputs:
             log_probs = log_probs * loss_inputs["token_factors"]
         return super().answer_log_probs(loss_inputs, log_probs)
@@ -268,11 +268,12 @@ def _log_ratios(loss_inputs: Mapping[str, Tensor], chosen: Tensor, rejected: Ten
 
 
 def _of_pairs(loss_inputs: Mapping[str, Tensor], name: str) -> Tensor:
-    """[B]: the values of the micro-batch's pairs in a statistic [N] of the whole step."""
+    """Values of the micro-batch's pairs, [B], from a statistic [N] of the whole step."""
     return loss_inputs[f"step_{name}"][loss_inputs["step_indices"]]
 
 
 def _length_factors(mask: Tensor, alpha: float) -> Tensor:
-    """[2B, S]: 1, and `alpha` on an answer's tokens beyond the length of the shorter answer of its pair."""
+    """Factor of each token, [2B, S]: 1, and `alpha` on an answer's tokens beyond the length of the shorter answer of
+    its pair."""
     shared = mask.sum(dim=1).view(2, -1).amin(dim=0).repeat(2)
     return torch.where(mask.cumsum(dim=1) > shared[:, None], alpha, 1.0)

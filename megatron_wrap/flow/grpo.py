@@ -48,7 +48,7 @@ from megatron_wrap.ops.entropies import entropy
 from megatron_wrap.ops.log_probs import log_probs_and_entropy, token_log_probs
 
 _POLICY, _ENTROPY = "policy", "entropy"
-"""Terms, with an entropy bonus."""
+"""Loss terms of a run with an entropy bonus."""
 _ROLLOUT = "rollout"
 """Key of a prepared sample's `Rollout`."""
 
@@ -117,7 +117,7 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         return model_forward_inputs, loss_inputs
 
     def _per_token(self, name: str, rollouts: list[Rollout], mask: Tensor) -> Tensor:
-        """[B, S] fp32: the values of the labels, truncated as the tokens are."""
+        """Values of the labels, truncated like the tokens, fp32 [B, S]."""
         values, kept = torch.zeros_like(mask), self.seq_length + 1
         for row, rollout in enumerate(rollouts):
             of_tokens = rollout.per_token.get(name, [0.0] * len(rollout.tokens))
@@ -160,7 +160,7 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         return {"entropies": self._by_position(entropy(model_forward_output), loss_inputs)}
 
     def get_sample_facts(self, sample: Mapping[str, Any]) -> RolloutFacts:
-        """The sample's keys, reward and group."""
+        """Keys, reward and group of the sample."""
         return self._rollout(sample).facts
 
     def reduce_sample_facts(self, facts: Sequence[RolloutFacts]) -> dict[str, Tensor]:
@@ -236,13 +236,14 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         return LossOutput({_POLICY: policy, _ENTROPY: bonus}, metrics)
 
     def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
-        """`log_probs` [B, S/cp]: of each token with a loss given those before it, 0 elsewhere. As `old_log_probs` or
-        `reference_log_probs` of a sample they are accepted as they are."""
+        """`log_probs` [B, S/cp]: log-probability of each token with a loss given those before it, 0 elsewhere. A sample
+        may contain them unchanged as `old_log_probs` or `reference_log_probs`."""
         log_probs = token_log_probs(model_forward_output, loss_inputs["labels"])
         return {"log_probs": torch.where(loss_inputs["loss_mask"] != 0, log_probs, 0.0)}
 
     def _log_probs_and_entropies(self, loss_inputs: Mapping[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the labels, 0 where there is no loss; with a gradient of the entropies if they have a term."""
+        """Log-probabilities of the labels, and entropies in nats, [B, S/cp] each, 0 where there is no loss. The
+        entropies have a gradient if the loss has an entropy term."""
         labels, counted = loss_inputs["labels"], loss_inputs["loss_mask"] != 0
         if self.flow_config.entropy_coefficient:
             log_probs, entropies = token_log_probs(logits, labels), entropy(logits)
@@ -264,7 +265,7 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         return PolicyTerms(log_probs, old, torch.exp(log_ratios), advantages, lengths, per_sequence is not None)
 
     def _policy_loss(self, terms: PolicyTerms) -> Tensor:
-        """[B, S/cp]"""
+        """Policy loss of each token, [B, S/cp]."""
         config, ratios, advantages = self.flow_config, terms.ratios, terms.advantages
         low, high = config.clip_range
         if config.loss_type in CLIPPED_LOSSES:
@@ -285,7 +286,8 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         return kl * terms.ratios if config.use_bias_correction_kl else kl
 
     def _rollout_weights(self, loss_inputs: Mapping[str, Tensor], terms: PolicyTerms) -> Tensor | None:
-        """[B, S/cp] without a gradient; None without a correction."""
+        """Factor of each token's policy loss from `rollout_correction`, [B, S/cp] without a gradient; None without a
+        correction."""
         config, mask = self.flow_config, loss_inputs["loss_mask"]
         if config.rollout_correction == "none":
             return None
@@ -301,11 +303,12 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         return rollout_weights(differences, config.rollout_correction, *limits)
 
     def _spread(self, per_sequence: Tensor, loss_inputs: Mapping[str, Tensor]) -> Tensor:
-        """[B] -> the value of each token's sequence, [B, S/cp] or [1, S/cp]."""
+        """Value of each token's sequence: [B] -> [B, S/cp] or [1, S/cp]."""
         return per_sequence[loss_inputs["rows"]]
 
     def _by_position(self, entropies: Tensor, loss_inputs: Mapping[str, Tensor]) -> Tensor:
-        """[B, S/cp] or [1, S/cp] -> [B, seq_length] on every context-parallel rank; -1 where there is no loss."""
+        """Entropies by position in the sequence: [B, S/cp] or [1, S/cp] -> [B, seq_length] on every context-parallel
+        rank; -1 where there is no loss."""
         counted, rows = loss_inputs["loss_mask"] != 0, loss_inputs["rows"]
         table = entropies.new_zeros(2, len(loss_inputs["response_lengths"]), self.seq_length)
         positions = (rows[counted], loss_inputs["columns"][counted])
@@ -315,6 +318,6 @@ class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
         return torch.where(has_loss != 0, values, -1.0)
 
     def _high_entropy(self, loss_inputs: Mapping[str, Tensor]) -> Tensor:
-        """[B, S/cp] or [1, S/cp]: 1 on tokens of high entropy."""
+        """Mask of the tokens of high entropy, [B, S/cp] or [1, S/cp]."""
         of_samples = loss_inputs["step_high_entropy"][loss_inputs["step_indices"]]
         return of_samples[loss_inputs["rows"], loss_inputs["columns"]]

@@ -31,8 +31,8 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
     w_u * (1 - sigmoid(beta * (z - r))) for others, where r is the policy's log-probability of the answer minus the
     reference's (Ethayarajh et al., 2024, arXiv:2402.01306, equation 8). z estimates the KL divergence from the
     reference over the whole step: the mean of r over each prompt with the answer of the sample before it (the first
-    prompt with the last answer), at least 0, without a gradient. An answer that equals the prompt's own is passed over
-    for the one before it: r would be the sample's own, and the loss of each desirable answer 1/2. A sample without
+    prompt with the last answer), at least 0, without a gradient. An answer that equals the prompt's own is skipped in
+    favor of the one before it: r would be the sample's own, and the loss of each desirable answer 1/2. A sample without
     another answer in the step is not part of the mean; if there is none, z is 0. trl 1.16.0 estimates z in each
     micro-batch and also from equal answers, so the two are equal with one micro-batch per step of different answers.
 

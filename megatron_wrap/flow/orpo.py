@@ -33,7 +33,7 @@ class MegatronWrapGPTModelORPOFlow(ReferenceFreeFlow):
     supports_packing = True
 
     def likelihood_mask(self, model_forward_inputs: Mapping[str, Tensor], loss_inputs: Mapping[str, Tensor]) -> Tensor:
-        """[2B, S]: 1 on all tokens but padding."""
+        """Mask of all tokens but padding, [2B, S]."""
         return model_forward_inputs["attention_mask"].float()
 
     def get_loss_coefficients(self) -> dict[str, float]:

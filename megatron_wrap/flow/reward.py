@@ -57,7 +57,7 @@ class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
         return sequences
 
     def check_length(self, tokens: ChatTokens) -> None:
-        """As in the base class; the last token is an input as well."""
+        """See the base class; here the last token is an input as well."""
         if self.flow_config.truncation == "refuse":
             truncate(tokens, self.seq_length, "refuse")
 

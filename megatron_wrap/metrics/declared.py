@@ -27,7 +27,7 @@ def _always(value: float) -> bool:
 
 @dataclass(frozen=True)
 class ConsoleFormat:
-    """How a metric appears on the console line."""
+    """Format of a metric on the console line."""
 
     number: Callable[[float], str]
     example: float
@@ -35,7 +35,7 @@ class ConsoleFormat:
     text: str = "{name} {number}"
     """Template; `{name}` is the metric's name."""
     shown: Callable[[float], bool] = _always
-    """Whether the line includes the value."""
+    """Function of a value that returns whether the line includes it."""
 
     def render(self, name: str, value: float) -> str:
         """The text of a value, even if `shown` is False for it."""
@@ -50,9 +50,9 @@ class MetricInfo:
     """Key in `wrap.train`'s result and in `metrics.jsonl`; upper-case parts are placeholders for the user's names."""
     meaning: str
     unit: str = ""
-    """Empty: no unit."""
+    """Unit of the value; empty: none."""
     console: ConsoleFormat | None = None
-    """None: not shown on the console line."""
+    """Format on the console line; None: not shown there."""
     config_key: str | None = None
     """Dotted configuration key that enables the metric; None: always enabled."""
 

@@ -50,7 +50,7 @@ Metric: TypeAlias = Number | tuple[Number, Number] | Total | Minimum | Maximum |
 mean weighted by the loss weight of each micro-batch; the others as their classes describe."""
 
 SUMMANDS: Mapping[str, int] = {"mean": 2, "Total": 1, "Difference": 4, "Minimum": 0, "Maximum": 0}
-"""Kind of a metric -> how many numbers of it are summed; an extreme has one that is not."""
+"""Kind of a metric -> how many of its numbers are summed over ranks; an extreme has one number, which is not summed."""
 
 
 class MetricSums:

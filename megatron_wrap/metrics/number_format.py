@@ -4,7 +4,7 @@ import math
 
 
 def whole(value: float) -> str:
-    """Without decimals: `12`."""
+    """A number without decimals: `12`."""
     return f"{value:.0f}"
 
 
@@ -17,7 +17,7 @@ def counted(count: float, noun: str) -> str:
 
 
 def four_decimals(value: float) -> str:
-    """`5.1234`; very large and small values as `1.5000e-7`."""
+    """A number with four decimals: `5.1234`; very large and small values as `1.5000e-7`."""
     if value == 0 or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value):
         return f"{value:.4f}"
     return scientific(value, 4)
@@ -33,7 +33,7 @@ def short(value: float, digits: int) -> str:
 
 
 def significant(value: float, digits: int) -> str:
-    """`digits` significant digits without an exponent: `0.562`, `71.3`, `1234`."""
+    """A number with `digits` significant digits and without an exponent: `0.562`, `71.3`, `1234`."""
     if not math.isfinite(value) or value == 0:
         return whole(value)
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 9.999 becomes 10.0
@@ -41,7 +41,7 @@ def significant(value: float, digits: int) -> str:
 
 
 def scientific(value: float, decimals: int) -> str:
-    """`3.0e-4`, the exponent without padding."""
+    """A number in scientific notation: `3.0e-4`, the exponent without padding."""
     if not math.isfinite(value) or value == 0:
         return whole(value)
     mantissa, _, exponent = f"{value:.{decimals}e}".partition("e")
@@ -57,5 +57,5 @@ def with_prefix(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`512 ms` below a second, else `12.3 s`."""
+    """A duration: `512 ms` below a second, else `12.3 s`."""
     return f"{significant(seconds * 1000, 3)} ms" if seconds < 0.9995 else f"{significant(seconds, 3)} s"

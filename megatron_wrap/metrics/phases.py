@@ -1,4 +1,5 @@
-"""The parts of a step: marks in a profiler's trace, and what a process does now, for messages about a failure."""
+"""The parts of a step: marks in a profiler's trace, and the current activity of a process, for messages about a
+failure."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from megatron_wrap.errors import ExitInRun
 
 DATA, LOSS, OPTIMIZER = "megatron_wrap::data", "megatron_wrap::loss", "megatron_wrap::optimizer"
 COMPUTED_TOKENS = "megatron_wrap::computed_tokens="
-"""Followed by a number: tokens of this process's replica, with padding, in the micro-batches that follow."""
+"""Prefix of a mark, followed by a number: tokens of this process's replica, with padding, in the micro-batches that
+follow."""
 SETUP, GRADIENTS, EVALUATION, SAVE = "setup", "forward and backward", "evaluation", "save"
 
 _doing: list[str] = []
 _changes = [0]
 _outermost = [""]
 listeners: list[Callable[[], None]] = []
-"""Called when an outermost block begins or ends, in the thread that enters or leaves it."""
+"""Functions called when an outermost block begins or ends, in the thread that enters or leaves it."""
 
 
 @contextlib.contextmanager
@@ -31,7 +33,7 @@ def phase(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def doing(name: str) -> Iterator[None]:
-    """What the process does in the block, for `current_phase`, without a mark for the profiler.
+    """Name the process's activity in the block, for `current_phase`, without a mark for the profiler.
 
     Raises:
         ExitInRun: instead of the SystemExit of code that the block calls, which would end the process as if the run
@@ -76,8 +78,8 @@ def _exit_in_run(end: SystemExit) -> ExitInRun:
 
 
 def current_phase() -> str:
-    """What the process does now, from any thread: the outermost block, also after an error has left it; empty outside
-    of all blocks."""
+    """Name of the outermost block, also after an error has left it; empty outside of all blocks. It can be called from
+    any thread."""
     return _outermost[0]
 
 
@@ -87,5 +89,5 @@ def is_inside() -> bool:
 
 
 def num_changes() -> int:
-    """How many blocks were entered and left so far: a process that makes progress has more later."""
+    """Number of times that blocks were entered or left so far; it grows while a process makes progress."""
     return _changes[0]

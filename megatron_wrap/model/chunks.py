@@ -39,7 +39,7 @@ def router_biases(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def restored_on_error(tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
-    """Restore the values of the tensors bit for bit if the body raises, or calls the function that it gets."""
+    """Restore the values of the tensors bit for bit if the body raises, or calls the yielded function."""
     saved = [tensor.clone() for tensor in tensors]
 
     def restore() -> None:

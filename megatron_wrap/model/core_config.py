@@ -10,8 +10,9 @@ from megatron.core.transformer import TransformerConfig
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """Also accepts what Megatron-Core's layers lack and ours have: biases of tensor-parallel experts
-    (`GroupedExperts`), and in 0.16 context parallelism of linear attention (`GatedDeltaNet`)."""
+    """Configuration that also accepts features that Megatron-Core's layers lack and ours have: biases of
+    tensor-parallel experts (`GroupedExperts`), and in 0.16 context parallelism of linear attention
+    (`GatedDeltaNet`)."""
 
     def __post_init__(self) -> None:
         size: int | None = vars(self)["expert_tensor_parallel_size"]
@@ -27,8 +28,9 @@ class DecoderConfig(TransformerConfig):
 
 @dataclass
 class YarnDecoderConfig(DecoderConfig):
-    """With the values of YaRN (arXiv:2309.00071) that GPTModel and attention read by name, but that are no fields of
-    Megatron-Core's class (models/gpt/gpt_model.py; models/common/embeddings/yarn_rotary_pos_embedding.py)."""
+    """Configuration with the values of YaRN (arXiv:2309.00071) that GPTModel and attention read by name, and that are
+    no fields of Megatron-Core's class (models/gpt/gpt_model.py;
+    models/common/embeddings/yarn_rotary_pos_embedding.py)."""
 
     yarn_rotary_scaling_factor: float = 40.0
     yarn_original_max_position_embeddings: int = 4096

@@ -25,9 +25,10 @@ class EmbeddingNoise:
     """The noise of a micro-batch's tokens, [B, S] each; after `select` of this context-parallel rank's tokens."""
 
     keys: Tensor
-    """int64: from the token ids of the sequence and the position in it."""
+    """Hash of the token ids of the sequence and of the position in it, int64."""
     sizes: Tensor
-    """fp32: largest absolute value, alpha / sqrt(L * hidden_size) with L tokens of the sequence; 0 on padding."""
+    """Largest absolute value of the noise, alpha / sqrt(L * hidden_size) with L tokens of the sequence, fp32; 0 on
+    padding."""
     step_key: int = 0
     """A hash of the seed and the step."""
 
@@ -38,8 +39,8 @@ class EmbeddingNoise:
         Args:
             input_ids: [B, S], padded.
             rows: [B, S], the index of each token's sequence.
-            columns: [B, S], its position in the sequence.
-            lengths: [N], tokens of each sequence without padding.
+            columns: [B, S], each token's position in its sequence.
+            lengths: [N], number of tokens of each sequence without padding.
         """
         is_token = columns < lengths[rows]
         contributions = torch.where(is_token, hashed(hashed(columns) + input_ids), 0)
@@ -52,7 +53,7 @@ class EmbeddingNoise:
         return replace(self, keys=self.keys[:, positions], sizes=self.sizes[:, positions])
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> EmbeddingNoise:
-        """The same with `move` applied to each tensor."""
+        """A copy with `move` applied to each tensor."""
         return replace(self, keys=move(self.keys), sizes=move(self.sizes))
 
     def add_to(self, embeddings: Tensor) -> Tensor:

@@ -32,15 +32,15 @@ def in_high_precision(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def writable(parameter: Tensor) -> Iterator[Tensor]:
-    """Yields the tensor to write parts of a parameter's values to; call it without gradients.
+    """Yield the tensor to which parts of a parameter's values can be written; use it without gradients.
 
     A part of an FP8 tensor cannot be written, because a scale belongs to many values. Such a parameter is written as a
-    whole on leaving, from a copy in its nominal dtype. An optimizer that is built later takes the values of the copy,
-    without the rounding to FP8, as it would from a parameter that Transformer Engine initialized
+    whole at the end of the block, from a copy in its nominal dtype. An optimizer that is built later takes the values
+    of the copy, without the rounding to FP8, as it would from a parameter that Transformer Engine initialized
     (`preserve_high_precision_init_val`).
 
-    The recipe `delayed` scales by the largest value that was written earlier, which for a new model is of uninitialized
-    memory, so that record is cleared.
+    The recipe `delayed` scales by the largest value that was written earlier. For a new model this is a value of
+    uninitialized memory, so the record is cleared.
 
     A quantized parameter is written in the same way.
     """

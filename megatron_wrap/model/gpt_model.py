@@ -1,7 +1,7 @@
 """Megatron-Core's GPTModel, with logits computed as [B, S, V/tp] and with a scalar head.
 
 Megatron-Core 0.19 deprecates GPTModel in favor of HybridModel, so this is the only module that imports it (docs/
-architecture.md has what a change would need). Import it only after the platform is installed.
+architecture.md describes what a change would need). Import it only after the platform is installed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PredictionLayers:
 
     num_layers: int
     layer_spec: Any
-    """Of the transformer layer in each."""
+    """Spec of the transformer layer in each of them."""
     norm: type
     trained: bool
 
@@ -50,12 +50,12 @@ class BatchFirstGPTModel(GPTModel):
     and in the backward their gradient, the largest tensors of the step. Transposing the hidden states before the output
     layer moves V / hidden_size times less memory.
 
-    Rotary embeddings restart with each sequence of a packed row; `rotary_factors` are LongRoPE's, `window_rotary_base`
-    is the base of those of layers with a window. The embedding's output is multiplied by `embedding_multiplier`, and
-    logits are capped by `final_logit_softcapping`. With an inference context it returns the logits of the last position
-    only, [B, 1, V/tp]. With `prediction` the last chunk has layers for multi-token prediction (`mtp_block`), and if
-    these are trained a copy of the embedding, unless it has the embedding itself; that of tied embeddings is the weight
-    of the output layer.
+    Rotary embeddings restart with each sequence of a packed row. `rotary_factors` are LongRoPE's; `window_rotary_base`
+    is the base of the rotary embeddings in layers with a window. The embedding's output is multiplied by
+    `embedding_multiplier`, and logits are capped by `final_logit_softcapping`. With an inference context it returns the
+    logits of the last position only, [B, 1, V/tp]. With `prediction` the last chunk has layers for multi-token
+    prediction (`mtp_block`). If these are trained, it also has a copy of the embedding, unless it has the embedding
+    itself; with tied embeddings the copy is the weight of the output layer.
     """
 
     rotary_pos_emb: Any
@@ -77,7 +77,7 @@ class BatchFirstGPTModel(GPTModel):
         if prediction is not None:
             self._add_prediction(prediction, arguments)
         self.defers_logits = defers_logits and self.post_process
-        """Without an inference context, the output is `DeferredLogits`."""
+        """Whether the output without an inference context is `DeferredLogits`."""
         if self.post_process:
             replaced: ColumnParallelLinear = self.output_layer  # type: ignore[has-type]
             self.output_layer = OutputLayer(replaced, self, final_logit_softcapping)
@@ -134,8 +134,8 @@ class BatchFirstGPTModel(GPTModel):
 
     @property
     def copied_embedding(self) -> torch.nn.Parameter | None:
-        """The embedding's weight, if the first and the last pipeline stage have it for multi-token prediction: the sum
-        of their gradients is that of each."""
+        """The embedding's weight, if both the first and the last pipeline stage have it for multi-token prediction; the
+        gradient of each is then the sum over both. None otherwise."""
         return self.embedding.word_embeddings.weight if self._copies_embedding else None
 
     def forward(
@@ -145,14 +145,14 @@ class BatchFirstGPTModel(GPTModel):
         mtp_input_ids: Tensor | None = None,
         **named: Any,
     ) -> Any:
-        """As in the base class; `embedding_noise` is added to the word embeddings in training mode.
+        """See the base class; `embedding_noise` is added to the word embeddings in training mode.
 
         Args:
             mtp_input_ids: [B, D, S/cp], the tokens ahead of each position for each layer of multi-token prediction;
                 None: these layers are not computed.
 
         Returns:
-            What the base class returns; with `mtp_input_ids` on the last chunk a tuple: the logits, then those of each
+            The base class's result; with `mtp_input_ids` on the last chunk a tuple: the logits, then those of each
             layer for multi-token prediction, each [B, S/cp, V/tp].
         """
         noise: Any = nullcontext()
@@ -203,7 +203,7 @@ class BatchFirstGPTModel(GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As in the base class; a copy of the embedding is one more replica of it."""
+        """See the base class; a copy of the embedding is one more replica of it."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self._copies_embedding and not self.pre_process:
@@ -239,7 +239,7 @@ class BatchFirstGPTModel(GPTModel):
 
 
 def _multiplied(factor: float) -> Callable[..., Tensor]:
-    """A forward hook; the factor is rounded to the output's dtype, as transformers does it."""
+    """A forward hook that multiplies the output; the factor is rounded to the output's dtype, as in transformers."""
 
     def multiply(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
         return output * output.new_tensor(factor)
@@ -260,13 +260,13 @@ def _capped(cap: float) -> Callable[..., Any]:
 
 
 class OutputLayer(ColumnParallelLinear):
-    """The output layer of a model: Megatron-Core's, the one whose product is [B, S, V/tp] in memory, or the one whose
-    product is computed where the logits are used. It is called as a module, so that the hooks before its forward pass
-    see it: they wait for gathered parameters (`overlap_param_gather`).
+    """The output layer of a model, in three forms: Megatron-Core's, one whose output is [B, S, V/tp] in memory, or one
+    whose matmul is computed where the logits are used. It is called as a module, so that the hooks before its forward
+    pass run: they wait for gathered parameters (`overlap_param_gather`).
 
     Args:
         replaced: the layer whose weight it takes.
-        model: that contains it.
+        model: the model that contains it.
         softcap: see `OutputProjection`; logits that are not deferred are capped by a hook.
     """
 
@@ -292,8 +292,9 @@ class OutputLayer(ColumnParallelLinear):
 
     @contextmanager
     def batch_first(self) -> Iterator[None]:
-        """A block in which the output is a view of [B, S, V/tp], so that it is not copied to have this form. Not where
-        Megatron-Core computes the weight's gradient later, from input and gradient in its own form."""
+        """Make the output, within the block, a view of a tensor [B, S, V/tp], so that no copy is needed for this form.
+        Without effect where Megatron-Core computes the weight's gradient later, from input and gradient in its own
+        form."""
         if not self.config.defer_embedding_wgrad_compute:
             self._form = "batch first"
         try:
@@ -303,7 +304,7 @@ class OutputLayer(ColumnParallelLinear):
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """A block in which the output is deferred."""
+        """Defer the output within the block."""
         self._form = "deferred"
         try:
             yield
@@ -311,8 +312,8 @@ class OutputLayer(ColumnParallelLinear):
             self._form = "core"
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, *arguments: Any, **named: Any) -> Any:
-        """[S, B, H], or [S/tp, B, H] with sequence parallelism, to logits [S, B, V/tp]; deferred [B, S, V/tp]. And no
-        bias."""
+        """Hidden states [S, B, H], or [S/tp, B, H] with sequence parallelism, -> logits [S, B, V/tp], or deferred ones
+        [B, S, V/tp]; and None for the bias."""
         if self._form != "deferred":
             return super().forward(input_, weight, *arguments, **named)
         # the gradient is reduced once for all chunks
@@ -337,7 +338,7 @@ class OutputLayer(ColumnParallelLinear):
         return super()._forward_impl(hidden, weight, *arguments, **named).transpose(0, 1)
 
     def _gathered_batch_first(self, share: Tensor) -> Tensor:
-        """[S/tp, B, H] to [B, S, H]."""
+        """Gather the sequence: [S/tp, B, H] -> [B, S, H]."""
         return gather_from_sequence_parallel_region(share, group=self.tp_group).transpose(0, 1).contiguous()
 
 
@@ -356,8 +357,8 @@ class ValueHead(torch.nn.Module):
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[S/tp, B, H] with sequence parallelism, else any [.., .., H], to the values of the whole sequence; and no
-        bias, as Megatron-Core's output layer returns them."""
+        """Hidden states [S/tp, B, H] with sequence parallelism, else any [.., .., H], -> values of the whole sequence;
+        and None for the bias, as from Megatron-Core's output layer."""
         values = torch.nn.functional.linear(hidden_states, self.weight)
         if self.sequence_parallel:
             # every rank computes the same loss, so the gradient of its part is complete: no reduction
@@ -366,7 +367,7 @@ class ValueHead(torch.nn.Module):
 
 
 class GPTValueModel(BatchFirstGPTModel):
-    """Returns values [B, S/cp, 1] instead of logits; takes the arguments of GPTModel."""
+    """A GPT model that returns values [B, S/cp, 1] instead of logits; it takes the arguments of GPTModel."""
 
     output_layer: Any
 

@@ -173,7 +173,7 @@ def _use_linear_attention(layer: Any, norm: Any, transformer_engine: bool) -> No
 
 
 def _changed_scores(arch: ArchConfig) -> dict[str, Any]:
-    """Arguments of `TorchCoreAttention` for what Transformer Engine's attention does not compute."""
+    """Arguments of `TorchCoreAttention` for scores that Transformer Engine's attention does not compute."""
     changed: dict[str, Any] = {}
     if arch.query_scaling_beta is not None:
         changed["query_scaling"] = arch.query_scaling_beta, arch.original_max_position_embeddings

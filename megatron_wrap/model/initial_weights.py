@@ -30,7 +30,7 @@ Megatron-Core's scaled_init_method_normal (megatron/core/utils.py)."""
 
 
 _MIN_DECAY, _MAX_DECAY = 0.01, 16.0
-"""Of exp(A_log), transformers' (models/qwen3_next/modeling_qwen3_next.py)."""
+"""Range of exp(A_log), as in transformers (models/qwen3_next/modeling_qwen3_next.py)."""
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def fill_initial_weights(
         expert_tp: the axis over which matrices of experts are sharded; default: `tp`.
 
     Matrices and sinks are normal with standard deviation `init_method_std`, biases are 0, norm weights 1 (0 if stored
-    zero-centered), and the padding rows of embedding and output layer (past `vocab_size`) 0. Of linear attention,
+    zero-centered), and the padding rows of embedding and output layer (past `vocab_size`) 0. In linear attention,
     `dt_bias` and the norm are 1, and exp(A_log) is uniform between 0 and 16, as in transformers.
     """
     for named in global_names(chunk, tied=not arch.untie_embeddings_and_output_weights):
@@ -75,11 +75,11 @@ class GlobalParameter(NamedTuple):
     """One parameter of the whole model."""
 
     name: str
-    """Global name."""
+    """Name in the whole model."""
     tensor: torch.nn.Parameter
-    """The local tensor that contains it."""
+    """Local tensor that contains the parameter."""
     position: int | None
-    """Of a stack of experts' parameters, the index of this one; None: `tensor` is the parameter."""
+    """Index of the parameter in a stack of experts' parameters; None: `tensor` is the parameter."""
 
     def of(self, values: Tensor) -> Tensor:
         """This parameter's part of values in the shape of `tensor`, such as its gradient: a view."""
@@ -87,7 +87,7 @@ class GlobalParameter(NamedTuple):
 
 
 LAYER = re.compile(r"(decoder\.layers\.\d+|mtp_block\.layers\.\d+\.transformer_layer)\.(.*)")
-"""Local name of what is in a transformer layer: that of the layer, and the rest."""
+"""Pattern of local names in a transformer layer; its groups are the layer's name and the rest."""
 
 
 def named_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, Any]]:
@@ -129,7 +129,8 @@ _STACKED_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12](?:\.weight|\.bias|_
 
 
 def _with_global_experts(name: str, layer: torch.nn.Module) -> Iterator[tuple[str, int | None]]:
-    """The names in the layer, with global expert numbers, of what a local parameter contains, and the indices in it."""
+    """Names in the layer, with global expert numbers, of the parameters that a local parameter contains, and their
+    indices in it."""
     numbers: list[int] = getattr(getattr(layer, "mlp", None), "local_expert_indices", [])
     if match := _STACKED_EXPERTS.fullmatch(name):
         for index, number in enumerate(numbers):

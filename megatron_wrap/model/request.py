@@ -20,9 +20,9 @@ class ModelRequest:
     transformer_config: TransformerConfig
     state: ParallelState
     transformer_engine: bool
-    """True: layers of Transformer Engine; False: the `torch` implementation."""
+    """Whether layers are those of Transformer Engine; False: those of the `torch` implementation."""
     experts_impl: str
-    """How experts are computed: "grouped_mm", "transformer_engine" or "sequential"; meaningless without experts."""
+    """Implementation of experts: "grouped_mm", "transformer_engine" or "sequential"; meaningless without experts."""
     vocab_size: int
     """Number of ids that the model predicts: the size of the vocabulary without padding, or less."""
     padded_vocab_size: int
@@ -34,4 +34,4 @@ class ModelRequest:
     virtual_stage: int | None
     """Index of the chunk on this pipeline stage; None: the pipeline is not interleaved."""
     defers_logits: bool = False
-    """With `linear_cross_entropy`: the output is `DeferredLogits`, which the provider supports."""
+    """Whether the output is `DeferredLogits`, because of `linear_cross_entropy`; only for providers that support it."""

@@ -57,7 +57,7 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
     process group.
 
     Args:
-        training: the model is trained; others compute in bf16 where the run has FP8.
+        training: whether the model is trained; other models compute in bf16 where the run has FP8.
 
     Raises:
         PlatformError: the machine cannot run FP8, or Megatron-Core rejects the configuration; the message includes
@@ -114,8 +114,8 @@ def transformer_config(config: RunConfig, platform: Platform, training: bool = T
 
 
 def _hides_communication(config: RunConfig, training: bool, transformer_engine: bool) -> bool:
-    """`tp_comm_overlap` where it has an effect, and true; user buffers belong to the trained model. Another model than
-    the trained one, for which the value was chosen, may have latent attention."""
+    """Whether `tp_comm_overlap` is true and has an effect. Transformer Engine's user buffers belong to the trained
+    model. The value was chosen for that model; another one may have latent attention."""
     parallel = config.parallel
     if parallel.tensor_model_parallel_size == 1 or config.arch.multi_latent_attention:
         return False

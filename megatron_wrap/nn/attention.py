@@ -175,7 +175,7 @@ def _sliding_window(
 def _outside_window(
     s_q: int, s_k: int, left: int, right: int, device: torch.device, query_offset: int | None = None
 ) -> Tensor:
-    """bool [s_q, s_k], True if the key is more than `left` positions before or `right` after the query."""
+    """Mask bool [s_q, s_k], True if the key is more than `left` positions before or `right` after the query."""
     offset = s_k - s_q if query_offset is None else query_offset
     distance = torch.arange(s_k, device=device) - (torch.arange(s_q, device=device) + offset)[:, None]
     return (distance < -left) | (distance > right)

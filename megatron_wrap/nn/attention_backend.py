@@ -1,4 +1,4 @@
-"""Which of torch's kernels computes attention on a GPU, by a measured rule.
+"""Choice of torch's attention kernel on a GPU, by a measured rule.
 
 Measured on one H200 with torch 2.11 (docs/performance.md): forward and backward of causal attention take 1.2 to 1.9
 times as long with flash attention 2 as with cuDNN, for 512 to 32,768 tokens and head sizes 64, 128 and 256. cuDNN
@@ -7,8 +7,8 @@ multiples of 512, of which a run has few, and flash attention for the lengths of
 longest sequence. The rule depends only on the shape, so that a resumed run uses the same kernels.
 
 Values may have smaller heads than queries and keys (latent attention: 128 and 192). torch's flash attention does not
-take them, and its memory-efficient kernel, which does, is several times slower. cuDNN takes 192 and 128; for what it
-does not take, the values are padded.
+support this; its memory-efficient kernel does, but is several times slower. cuDNN supports 192 and 128. Where it cannot
+be used, the values are padded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ CUDNN_LENGTH_DIVISOR = 512
 _CUDNN_CAPABILITY = (9, 0)
 _CUDNN_MAX_HEAD_SIZE = 256
 _CUDNN_LATENT_HEAD_SIZES = (192, 128)
-"""The unequal sizes whose backward pass cuDNN supports on Hopper and Blackwell; with others it has had errors."""
+"""Unequal head sizes (keys, values) whose backward pass cuDNN supports on Hopper and Blackwell; others have had
+errors."""
 _FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -57,8 +58,8 @@ def prefers_cudnn(
 
     Args:
         capability: compute capability of the GPU, such as (9, 0).
-        head_sizes: of keys and values.
-        aligned: the attention may be causal, so that the lengths must be equal.
+        head_sizes: head sizes of keys and values.
+        aligned: whether the attention may be causal, so that the lengths must be equal.
     """
     return (
         capability >= _CUDNN_CAPABILITY
@@ -89,8 +90,8 @@ def attention_backend(
 def needs_padded_values(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout: float, is_causal: bool
 ) -> bool:
-    """Whether `scaled_dot_product_attention` is faster with values padded to the head size of the queries: it then has
-    flash attention or cuDNN, and without padding neither. Call it within `attention_backend`.
+    """Whether `scaled_dot_product_attention` is faster with values padded to the head size of the queries: flash
+    attention or cuDNN supports them with padding, and neither does without. Call it within `attention_backend`.
 
     Args:
         query: [b, heads, s_q, d]; key: [b, groups, s_k, d]; value: [b, groups, s_k, d_v].
@@ -112,7 +113,7 @@ def needs_padded_values(
 
 def kernel_with_logsumexp(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> FlashKernel:
     """The fastest kernel that returns the logsumexp, for tensors [b, s, heads, d] without dropout; causal attention has
-    as many keys as queries. A GPU's in half precision need `has_flash_kernel`, with the head size of the queries."""
+    as many keys as queries. On a GPU, half precision requires `has_flash_kernel` for the head size of the queries."""
     if query.shape[-1] != value.shape[-1]:
         return PaddedValues(kernel_with_logsumexp(query, key, key, scale, causal))
     if not _has_half_precision_on_gpu(query):
@@ -127,7 +128,8 @@ def kernel_with_logsumexp(query: Tensor, key: Tensor, value: Tensor, scale: floa
 def packed_kernel_with_logsumexp(
     query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, scale: float, causal: bool
 ) -> FlashKernel:
-    """The same for concatenated sequences [t, heads, d]; causal attention has as many keys as queries in each."""
+    """The kernel of `kernel_with_logsumexp` for concatenated sequences [t, heads, d]; causal attention has as many keys
+    as queries in each."""
     if query.shape[-1] != value.shape[-1]:
         return PaddedValues(packed_kernel_with_logsumexp(query, key, key, boundaries, scale, causal))
     queries, keys = boundaries.queries, boundaries.keys

@@ -55,8 +55,8 @@ class TorchCoreAttention(MegatronModule):
             and values pass around a ring, where `ring_obstacle` allows it; otherwise ranks gather them.
         pg_collection: contains the context-parallel group `cp`; default: Megatron-Core's global one.
 
-    With `softmax_type` learnable it has a parameter `softmax_offset` [heads of this rank], the sinks of
-    `kernels/attention/attention_sinks.py`, with the name and the dtype that it has in Megatron-Core's class.
+    With `softmax_type` learnable the module has a parameter `softmax_offset` [heads of this rank], the sinks of
+    `kernels/attention/attention_sinks.py`. Its name and dtype are those in Megatron-Core's class.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class TorchCoreAttention(MegatronModule):
             self.cp_group = parallel_state.get_context_parallel_group()
         self.softmax_offset = _softmax_offset(config)
         self.is_padding: Tensor | None = None
-        """bool [b, slots], True = padding: keys that are masked in every call; see `masked`."""
+        """Mask of keys that are padding in every call, bool [b, slots], True = masked; None: no such keys. See
+        `masked`."""
         self.current_max_attn_logits = None  # Megatron-Core's qk-clip reads it; not supported here
 
     @classmethod
@@ -196,7 +197,8 @@ class TorchCoreAttention(MegatronModule):
         return tensor_parallel.get_cuda_rng_tracker().fork()
 
     def _query_scale(self, query: Tensor, key: Tensor, packed: PackedSequences | None, cp_size: int) -> Tensor:
-        """fp32 [s, b or 1, 1, 1], as transformers' get_llama_4_attn_scale (modeling_ministral3.py)."""
+        """Factor of each query, fp32 [s, b or 1, 1, 1], as transformers' get_llama_4_attn_scale
+        (modeling_ministral3.py)."""
         assert self.query_scaling is not None
         beta, length = self.query_scaling
         if packed is not None:
@@ -212,7 +214,8 @@ class TorchCoreAttention(MegatronModule):
         return (1 + beta * torch.log(1 + torch.floor(positions / length)))[:, :, None, None]
 
     def _sinks(self, query: Tensor) -> Tensor | None:
-        """[heads] of the query, which after an exchange of heads are a share of this tensor-parallel rank's."""
+        """Sinks of the query's heads, [heads]; after an exchange of heads, these are a share of this tensor-parallel
+        rank's heads. None: there are no sinks."""
         heads = query.shape[-2]
         if self.config.softmax_type == "off-by-one":
             return query.new_zeros(heads)

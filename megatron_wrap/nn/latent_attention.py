@@ -17,14 +17,15 @@ from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_positio
 
 
 class LatentAttention(MLASelfAttention):
-    """Uses the modules of the layer spec in all Megatron-Core versions. 0.19 would insert a norm before the query
-    projection if queries have no latent vector (transformer/mla_qk_norm_config.py), unlike all published models.
+    """Latent attention with the modules of the layer spec in all Megatron-Core versions. 0.19 would insert a norm
+    before the query projection if queries have no latent vector (transformer/mla_qk_norm_config.py), unlike all
+    published models.
 
     On a GPU with Triton, one kernel writes queries, keys and values, in training and in passes without a cache; else
     Megatron-Core splits, rotates and concatenates them.
 
     Args:
-        latent_norm_epsilon: of the norms of latent vectors; None: the config's `layernorm_epsilon`.
+        latent_norm_epsilon: epsilon of the norms of latent vectors; None: the config's `layernorm_epsilon`.
     """
 
     def __init__(self, config: Any, *arguments: Any, latent_norm_epsilon: float | None = None, **named: Any) -> None:
@@ -52,8 +53,8 @@ class LatentAttention(MLASelfAttention):
         inference_context: Any = None,
         **named: Any,
     ) -> Any:
-        """Query, key and value [s, b, heads, d] also for a packed row, which Megatron-Core would make [t, heads, d],
-        then the latent vectors."""
+        """Query, key and value [s, b, heads, d], then the latent vectors. A packed row has b = 1; for it Megatron-Core
+        would return [t, heads, d]."""
         with rotary_by_position(self.rotary_pos_emb, packed_seq_params):
             kernel = self._kernel(hidden_states)
             if kernel is not None and inference_context is None and not named.get("inference_params"):
@@ -67,7 +68,7 @@ class LatentAttention(MLASelfAttention):
             )
 
     def _kernel(self, hidden_states: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-        """`kernels.attention.latent_rotary` where it computes what Megatron-Core does."""
+        """`kernels.attention.latent_rotary` if it computes the same as Megatron-Core, else None."""
         config = self.config
         differs = config.rotary_interleaved or config.rotary_percent != 1.0 or config.apply_rope_fusion
         return None if differs else latent_rotary_kernel(hidden_states)
@@ -75,7 +76,8 @@ class LatentAttention(MLASelfAttention):
     def _fused(
         self, hidden_states: Tensor, kernel: Callable[..., Any], angles: Tensor, factor: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """As `get_query_key_value_tensors`. The down-projections are replicated over tensor-parallel ranks."""
+        """Results of `get_query_key_value_tensors` by the kernel. The down-projections are replicated over
+        tensor-parallel ranks."""
         config, heads = self.config, self.num_attention_heads_per_partition
         if config.q_lora_rank is None:
             query_latent, to_query = hidden_states, self.linear_q_proj
@@ -129,5 +131,6 @@ class DownProjection(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """[s, b, hidden_size] -> [s, b, output_size], and None for the bias as in Megatron-Core's linear layers."""
+        """Project [s, b, hidden_size] -> [s, b, output_size]; None for the bias, as in Megatron-Core's linear
+        layers."""
         return F.linear(x, self.weight), None

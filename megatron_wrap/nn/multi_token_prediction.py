@@ -30,14 +30,14 @@ from megatron_wrap.nn.experts.router import Router
 
 
 class PredictionLayer(MegatronModule):
-    """One layer.
+    """One layer for multi-token prediction.
 
     Args:
         config: Megatron-Core's.
-        layer_spec: of the transformer layer.
+        layer_spec: spec of the transformer layer.
         norm: class of the norms, built with config, hidden_size and eps.
         depth: k, from 1.
-        virtual_stage: of the chunk that contains it.
+        virtual_stage: virtual pipeline stage of the chunk that contains the layer.
         groups: Megatron-Core's process groups.
     """
 
@@ -73,12 +73,13 @@ class PredictionLayer(MegatronModule):
                 module.leave_decoder()
 
     def forward(self, embedded: Tensor, hidden_states: Tensor, **inputs: Any) -> Tensor:
-        """Hidden states after the final norm, [S/cp, B, H], S/cp/tp with sequence parallelism, as both arguments.
+        """Hidden states after the final norm, [S/cp, B, H], with sequence parallelism [S/cp/tp, B, H], like both
+        arguments.
 
         Args:
-            embedded: of the tokens ahead.
-            hidden_states: of the layer before, after its final norm.
-            inputs: of the transformer layer besides hidden states.
+            embedded: embeddings of the tokens ahead.
+            hidden_states: hidden states of the previous layer, after its final norm.
+            inputs: further inputs of the transformer layer.
         """
         compute: Callable[[Tensor, Tensor], Tensor] = partial(self._compute, **inputs)
         if self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled():
@@ -100,10 +101,11 @@ class PredictionLayer(MegatronModule):
 
 
 class PredictionBlock(MegatronModule):
-    """All layers, on the last pipeline stage. Arguments as `PredictionLayer`.
+    """All layers for multi-token prediction, on the last pipeline stage. Other arguments are those of
+    `PredictionLayer`.
 
     Args:
-        num_layers: D.
+        num_layers: number of layers (D).
     """
 
     def __init__(
@@ -118,14 +120,14 @@ class PredictionBlock(MegatronModule):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, hidden_states: Tensor, embedding: Any, **inputs: Any
     ) -> Sequence[Tensor]:
-        """The hidden states of each layer, as `hidden_states`.
+        """The hidden states of each layer, in the shape of `hidden_states`.
 
         Args:
             input_ids: [B, D, S/cp], the tokens ahead of each position, for each layer.
             position_ids: [B, S/cp].
-            hidden_states: of the decoder, after its final norm.
+            hidden_states: hidden states of the decoder, after its final norm.
             embedding: the model's embedding.
-            inputs: of the transformer layers besides hidden states.
+            inputs: further inputs of the transformer layers.
         """
         states, layers = [], cast(Iterable[Any], self.layers)
         for layer, tokens in zip(layers, input_ids.unbind(dim=1), strict=True):
@@ -148,7 +150,7 @@ class TiedEmbedding(LanguageModelEmbedding):
     """The embedding on the last pipeline stage, whose weight is that of the tied output layer.
 
     Args:
-        weight: of the output layer.
+        weight: weight of the output layer.
         sizes: arguments of the base class.
     """
 

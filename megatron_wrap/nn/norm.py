@@ -71,7 +71,8 @@ class RMSNorm(_Norm):
     with_bias = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in fp32."""
+        """Normalize [..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in
+        fp32."""
         if can_normalize(x):
             from megatron_wrap.nn.kernels.rms_norm import rms_norm
 
@@ -89,7 +90,8 @@ class LayerNorm(_Norm):
     with_bias = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in fp32."""
+        """Normalize [..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in
+        fp32."""
         value, gamma, beta = self._to_common_dtype(x)
         return F.layer_norm(value, self.shape, gamma, beta, self.eps).to(self.weight.dtype)
 

@@ -2,8 +2,8 @@
 
 Megatron-Core passes a `PackedSequences` unchanged to the core attention of every layer. Its `qkv_format` is not `thd`,
 so that Megatron-Core applies rotary embeddings to the row as to one sequence; `rotary_by_position` gives them the
-positions within each sequence, without a loop over sequences and without synchronization with the device, which
-Megatron-Core's own path for `thd` has unless its fused kernel is used. This module imports Megatron-Core, so call
+positions within each sequence, without a loop over sequences and without synchronization with the device.
+Megatron-Core's own path for `thd` has both unless its fused kernel is used. This module imports Megatron-Core, so call
 `Platform.install` first.
 """
 
@@ -27,18 +27,18 @@ class Half:
     """One of the two chunks that a context-parallel rank has of every sequence: queries, and the keys they attend."""
 
     queries: Tensor
-    """int64 [t_local / 2], indices of the queries in the rank's row."""
+    """Indices of the queries in the rank's row, int64 [t_local / 2]."""
     keys: Tensor
-    """int64, indices of the keys in the concatenated rows of all ranks."""
+    """Indices of the keys in the concatenated rows of all ranks, int64."""
     cu_seqlens_q: Tensor
-    """int32 [N + 1], cumulative numbers of queries."""
+    """Cumulative numbers of queries, int32 [N + 1]."""
     cu_seqlens_k: Tensor
-    """int32 [N + 1], cumulative numbers of keys; the last query of a sequence has the position of its last key."""
+    """Cumulative numbers of keys, int32 [N + 1]; the last query of a sequence has the position of its last key."""
     longest_q: int
     longest_k: int
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Half:
-        """The same with `move` applied to each tensor."""
+        """A copy with `move` applied to each tensor."""
         return replace(
             self,
             queries=move(self.queries),
@@ -50,28 +50,30 @@ class Half:
 
 @dataclass
 class Boundaries:
-    """Of concatenated queries and of concatenated keys: those of one number attend to one another."""
+    """Boundaries of the sequences in concatenated queries and in concatenated keys. Queries attend to the keys of the
+    sequence with the same index."""
 
     queries: tuple[int, ...]
-    """Numbers of queries, on the host."""
+    """Number of queries of each sequence, on the host."""
     keys: tuple[int, ...]
     cu_seqlens_q: Tensor
-    """int32 [N + 1], cumulative."""
+    """Cumulative numbers of queries, int32 [N + 1]."""
     cu_seqlens_k: Tensor
 
     @classmethod
     def of(cls, queries: Any, keys: Any) -> Boundaries:
-        """From arrays of numbers of queries and of keys."""
+        """Boundaries from arrays of the sequences' numbers of queries and of keys."""
         return cls(tuple(queries.tolist()), tuple(keys.tolist()), _cumulative(queries), _cumulative(keys))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Boundaries:
-        """The same with `move` applied to each tensor."""
+        """A copy with `move` applied to each tensor."""
         return replace(self, cu_seqlens_q=move(self.cu_seqlens_q), cu_seqlens_k=move(self.cu_seqlens_k))
 
 
 @dataclass
 class RingBoundaries:
-    """What queries of a context-parallel rank attend to keys of another (`nn/ring_attention.py`)."""
+    """Boundaries of a context-parallel rank's queries and the keys of the same or another rank
+    (`nn/ring_attention.py`)."""
 
     same_rank: Boundaries
     """A rank's queries and its own keys, which have the same positions."""
@@ -82,13 +84,13 @@ class RingBoundaries:
 
     @classmethod
     def of(cls, chunk: Any) -> RingBoundaries:
-        """From an array of the lengths of the sequences' chunks."""
+        """Boundaries from an array of the lengths of the sequences' chunks."""
         local = 2 * chunk
         queries = np.stack((local, np.zeros_like(local)), axis=1).reshape(-1)
         return cls(Boundaries.of(local, local), Boundaries.of(queries, chunk.repeat(2)), Boundaries.of(chunk, local))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RingBoundaries:
-        """The same with `move` applied to each tensor."""
+        """A copy with `move` applied to each tensor."""
         return RingBoundaries(self.same_rank.moved(move), self.earlier.moved(move), self.later.moved(move))
 
 
@@ -99,15 +101,17 @@ class PackedSequences(PackedSeqParams):
     and `cu_seqlens_q` has the padded lengths."""
 
     lengths: tuple[int, ...]
-    """Of each sequence, in tokens, on the host."""
+    """Length of each sequence in tokens, on the host."""
     positions: Tensor
-    """int64 [t_local], position of each of the rank's tokens in its sequence."""
+    """Position of each of the rank's tokens in its sequence, int64 [t_local]."""
     halves: tuple[Half, ...] = ()
-    """For attention over context-parallel ranks; empty without context parallelism."""
+    """The first and the second chunks of all sequences, for attention over context-parallel ranks; empty without
+    context parallelism."""
     order: Tensor | None = None
-    """int64 [t_local]: indices that put the concatenated queries of both halves into the rank's local order."""
+    """Indices that put the concatenated queries of both halves into the rank's local order, int64 [t_local]; None
+    without context parallelism."""
     ring: RingBoundaries | None = None
-    """For attention with keys that pass around a ring of ranks; None without context parallelism."""
+    """Boundaries for attention with keys that pass around a ring of ranks; None without context parallelism."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], cp_size: int, cp_rank: int) -> PackedSequences:
@@ -137,7 +141,7 @@ class PackedSequences(PackedSeqParams):
         )
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> PackedSequences:
-        """The same with `move` applied to each tensor."""
+        """A copy with `move` applied to each tensor."""
         cu_seqlens = move(self.cu_seqlens_q)
         changes: dict[str, Any] = {
             **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens),
@@ -149,7 +153,7 @@ class PackedSequences(PackedSeqParams):
         return replace(self, **changes)
 
     def thd(self) -> PackedSeqParams:
-        """The same boundaries for Transformer Engine's attention on tensors [t, heads, d]."""
+        """These boundaries in the form for Transformer Engine's attention on tensors [t, heads, d]."""
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens_q,

@@ -31,7 +31,7 @@ class PackedDotProductAttention(TEDotProductAttention):
         packed_seq_params: PackedSequences | None = None,
         **named: Any,
     ) -> Tensor:
-        """As `TorchCoreAttention.forward`: [s, b, heads, d] with b = 1 for a packed row -> [s, b, heads * d_v]."""
+        """See `TorchCoreAttention.forward`: [s, b, heads, d] with b = 1 for a packed row -> [s, b, heads * d_v]."""
         if packed_seq_params is None:
             return super().forward(query, key, value, *arguments, **named)
         width = value.shape[-1]

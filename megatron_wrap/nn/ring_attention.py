@@ -1,19 +1,18 @@
 """Attention over sequences that context-parallel ranks share, with keys and values that pass around a ring
-(arXiv:2310.01889; `cp_comm_type: p2p`) during the attention to those that a rank has at the moment.
+(arXiv:2310.01889; `cp_comm_type: p2p`). The next keys and values arrive during the attention to the current ones.
 
 Rank r has chunks r and 2 * cp - 1 - r of each sequence (`parallel/zigzag.py`), also of each sequence of a packed row.
-In step i it attends to the keys of rank j = r - i (modulo cp), of which a causal mask leaves one of three parts, of
-equal work:
+In step i it attends to the keys of rank j = r - i (modulo cp). A causal mask leaves one of three parts, of equal work:
 
 - its own keys: causal attention in the order of the rank's positions;
-- those of an earlier rank: all queries attend to all of chunk j, and none to chunk 2 * cp - 1 - j;
-- those of a later rank: the queries of the second chunk attend to all, those of the first to none.
+- the keys of an earlier rank: all queries attend to all of chunk j, and none to chunk 2 * cp - 1 - j;
+- the keys of a later rank: the queries of the second chunk attend to all, those of the first to none.
 
 A rank sends its keys, or the part that the receiver needs, to the next rank during step 0, to the one after it during
 step 1, and so on. Outputs are merged by their logsumexps, always in the order of the steps. The backward pass begins
-with the keys that arrived last, which the forward pass keeps, and goes through the steps in reverse order. The
-gradients of the keys of each step go to their owner, in the dtype of the keys, during the next one; the last one of a
-rank is that of its own keys.
+with the keys that arrived last, which the forward pass keeps, and takes the steps in reverse order. The gradients of a
+step's keys are sent to the keys' owner, in the dtype of the keys, during the next step; the last step of a rank is that
+of its own keys.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def attend_in_ring(
         query: [s_local, b, heads, d], this rank's two chunks of one sequence in each row; b = 1 for a packed row.
         key: [s_local, b, groups, d].
         value: [s_local, b, groups, d_v], d_v <= d.
-        group: of the context-parallel ranks, more than one.
+        group: process group of the context-parallel ranks, more than one.
         sinks: [heads], as in `attend`; None: none.
         packed: the sequences of a packed row, of which this rank has two chunks each; None: one sequence in each row.
 
@@ -98,34 +97,34 @@ def ring_obstacle(
 
 
 class _Part(enum.Enum):
-    """Which queries of a rank attend to which keys of another."""
+    """Part of the attention between a rank's queries and the keys of the same or another rank."""
 
     ALL = enum.auto()
     SAME_RANK = enum.auto()
-    """Its own keys, causal."""
+    """All queries and the rank's own keys, causal."""
     EARLIER = enum.auto()
-    """All queries, the first chunks of keys."""
+    """All queries and the first chunks of an earlier rank's keys."""
     LATER = enum.auto()
-    """The second chunks of queries, all keys."""
+    """The second chunks of queries and all keys of a later rank."""
 
 
 class _Arrangement(Protocol):
-    """Where a rank's chunks are. Tokens have dimension -3 of tensors, -1 of logsumexps."""
+    """Layout of a rank's chunks in its tensors. Tokens are dimension -3 of tensors, -1 of logsumexps."""
 
     def second(self, tensor: Tensor, dim: int) -> Tensor:
         """The tokens of second chunks, as a view or a copy."""
 
     def write_back(self, tensor: Tensor, dim: int, second: Tensor) -> None:
-        """Replace these tokens by `second`, what `second` returned, with new values."""
+        """Write new values of the tokens of second chunks: `second`, the modified result of the method `second`."""
 
     def keys(self, part: _Part, tensor: Tensor) -> Tensor:
-        """A view of a rank's keys, values or their gradients: what the kernel of a part takes."""
+        """A view of a rank's keys, values or their gradients, with the tokens that the kernel of a part takes."""
 
     def tokens_first(self, tensor: Tensor) -> Tensor:
-        """A view in the order of memory, of which this is also the inverse."""
+        """A view with the tokens first, in the order of memory. The method is its own inverse."""
 
     def kernel(self, part: _Part, query: Tensor, key: Tensor, value: Tensor, scale: float) -> FlashKernel:
-        """The kernel of a part, for its queries and what `keys` returns."""
+        """The kernel of a part, for its queries and the result of `keys`."""
 
 
 class _Rows(NamedTuple):
@@ -137,7 +136,7 @@ class _Rows(NamedTuple):
         return tensor.narrow(dim, self.chunk, self.chunk)
 
     def write_back(self, tensor: Tensor, dim: int, second: Tensor) -> None:
-        """Nothing to do: it is a view."""
+        """Do nothing: `second` is a view."""
 
     def keys(self, part: _Part, tensor: Tensor) -> Tensor:
         return tensor[:, : self.chunk] if part is _Part.EARLIER else tensor
@@ -174,7 +173,8 @@ class _PackedRow(NamedTuple):
 
 
 class _Ring(NamedTuple):
-    """A `FlashKernel` over the keys of all ranks; its backward pass also needs the keys and values that came last."""
+    """A `FlashKernel` over the keys of all ranks; its backward pass also needs the keys and values that arrived
+    last."""
 
     group: Any
     causal: bool
@@ -239,7 +239,7 @@ class _Ring(NamedTuple):
         return self.rows.tokens_first(total), self.rows.tokens_first(part)
 
     def part_of(self, rank: int, step: int, tensor: Tensor) -> Tensor:
-        """Of keys, values or their gradients: what a rank takes of the block of its step, the memory's order first."""
+        """The part of keys, values or their gradients that a rank takes in a step, tokens first."""
         return self.rows.tokens_first(self.rows.keys(self._part(step, rank), tensor))
 
     def _arriving(
@@ -266,14 +266,14 @@ class _Ring(NamedTuple):
         )
 
     def _backward_of(self, part: _Part, rows: tuple[Tensor, ...], key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of the queries, keys and values of a part; rows: gradients of outputs, queries, outputs,
+        """Gradients of the queries, keys and values of a part; `rows`: gradients of outputs, queries, outputs,
         logsumexps."""
         grad, query, output, total = rows
         inputs = (query, key, value)
         return self.rows.kernel(part, *inputs, self.scale).backward(grad, *inputs, output, total)
 
     def _part(self, step: int, rank: int | None = None) -> _Part:
-        """Of a step of a rank, by default this one."""
+        """Part of the attention that a rank, by default this one, computes in a step."""
         if not self.causal:
             return _Part.ALL
         if step == 0:
@@ -285,13 +285,14 @@ class _Ring(NamedTuple):
         return tuple(self.rows.second(tensor, dim).contiguous() for tensor, dim in zip(rows, dims, strict=True))
 
     def _dtype_of_sums(self, query: Tensor) -> torch.dtype:
-        """fp32 (or fp64), except for two ranks, whose two summands are added before they are rounded."""
+        """Dtype of sums over steps: fp32 (or fp64); for two ranks that of the query, since both summands are added
+        before they are rounded."""
         return query.dtype if self.group.size() == 2 else torch.promote_types(query.dtype, torch.float32)
 
 
 class _GradientsOfOthers:
-    """Gradients of a rank's keys and values from the ranks that attended to them. The first one of a rank has all
-    tokens that a later one has, see `_Ring._part`."""
+    """Gradients of a rank's keys and values from the ranks that attended to them. The first ones that arrive contain
+    all tokens of later ones, see `_Ring._part`."""
 
     def __init__(self, ring: _Ring, key: Tensor, value: Tensor) -> None:
         self._ring, self._like = ring, (key, value)
@@ -299,7 +300,8 @@ class _GradientsOfOthers:
         self._finish: Callable[[], list[Tensor]] | None = None
 
     def exchange(self, step: int, gradients: Sequence[Tensor]) -> None:
-        """Start to send those of a step's keys to their owner, and to receive those of the step of another rank."""
+        """Start to send the gradients of a step's keys and values to their owner, and to receive those of another
+        rank's step."""
         self._add_arrived()
         group, rows = self._ring.group, self._ring.rows
         other = (group.rank() + step) % group.size()
@@ -313,7 +315,7 @@ class _GradientsOfOthers:
         )
 
     def sums(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """For `add_`: those of a rank's own and what is added to them."""
+        """Pairs for `add_`: the rank's own gradients, and the received sums to be added to them."""
         self._add_arrived()
         rows = self._ring.rows
         return [

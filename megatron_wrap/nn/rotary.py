@@ -28,8 +28,8 @@ class LongRotaryEmbedding(RotaryEmbedding):
 
 class RotaryByWindow(nn.Module):
     """Rotary angles of layers without and with a window, [s, 1, 1, 2 d]: two halves, of which each layer takes one
-    (`DecoderSelfAttention`). One tensor, so that Megatron-Core passes it through pipelines and recomputation as the
-    angles of a model with one rotary embedding.
+    (`DecoderSelfAttention`). They are one tensor, so that Megatron-Core passes it through pipelines and recomputation
+    as the angles of a model with one rotary embedding.
 
     Args:
         whole, window: Megatron-Core's rotary embedding of layers without and with a window.
@@ -40,7 +40,7 @@ class RotaryByWindow(nn.Module):
         self.whole, self.window = whole, window
 
     def get_rotary_seq_len(self, *arguments: Any, **named: Any) -> int:
-        """As of Megatron-Core's class."""
+        """See Megatron-Core's class."""
         whole: Any = self.whole
         length: int = whole.get_rotary_seq_len(*arguments, **named)
         return length

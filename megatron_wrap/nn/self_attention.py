@@ -1,4 +1,4 @@
-"""Self-attention that differs from Megatron-Core's: queries, keys and values of one kernel, norms over all heads, and
+"""Self-attention that differs from Megatron-Core's: queries, keys and values from one kernel, norms over all heads, and
 rotary angles by the kind of a layer. Import this module only after the platform is installed."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FusedSelfAttention(SelfAttention):
     def forward(
         self, *arguments: Any, rotary_pos_emb: Any = None, inference_context: Any = None, **named: Any
     ) -> tuple[Tensor, Tensor]:
-        """As in the base class, which receives no angles if the projection's result is already rotated."""
+        """See the base class, which receives no angles if the projection's result is already rotated."""
         angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         shared = self.num_query_groups_per_partition * self.world_size != self.config.num_query_groups
         some_without = self.config.no_rope_freq  # layers without rotary embeddings
@@ -94,7 +94,7 @@ class DecoderSelfAttention(SelfAttention):
             self.k_layernorm = HeadsRMSNorm(config, self.num_query_groups_per_partition, width, epsilon, tp)
 
     def forward(self, *arguments: Any, rotary_pos_emb: Any = None, **named: Any) -> tuple[Tensor, Tensor]:
-        """As in the base class, with this layer's half of the angles."""
+        """See the base class; it receives this layer's half of the angles."""
         if rotary_pos_emb is not None and self._half is not None:
             rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[self._half]
         return super().forward(*arguments, rotary_pos_emb=rotary_pos_emb, **named)
@@ -109,7 +109,7 @@ class HeadsRMSNorm(RMSNorm):
         eps: added to the mean square.
         tp_group: the ranks that share the heads evenly.
 
-    The weight [heads * width] is sharded as the heads are.
+    The weight [heads * width] is sharded like the heads.
     """
 
     def __init__(self, config: Any, heads: int, width: int, eps: float, tp_group: Any) -> None:
@@ -119,7 +119,7 @@ class HeadsRMSNorm(RMSNorm):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, heads, width] -> the same shape in the parameters' dtype; computes in fp32."""
+        """Normalize [s, b, heads, width] -> the same shape in the parameters' dtype; computes in fp32."""
         if self.tp_group.size() == 1:
             return super().forward(x.flatten(-2)).view(x.shape)
         value, gamma, _ = self._to_common_dtype(x.flatten(-2).float())

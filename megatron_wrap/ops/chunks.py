@@ -29,7 +29,8 @@ from megatron_wrap.ops.deferred_logits import (
 from megatron_wrap.platform.base.read_on_host import start_host_copy
 
 _SAME = 1e-6
-"""Largest relative difference of an upstream gradient from the known one, a few roundings in fp32."""
+"""Largest relative difference between the upstream and the known gradient that counts as equal, a few roundings in
+fp32."""
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
@@ -50,7 +51,7 @@ def chunked(operation: Operation) -> Operation:
 def log_probs_of_loss(
     log_probs: Callable[[Tensor, Tensor], Tensor], logits: DeferredLogits, ids: Tensor, loss_gradient: Tensor | None
 ) -> Tensor:
-    """[B, S] log-probabilities, whose gradients are computed in the forward pass if `logits.loss_factor` is known.
+    """Log-probabilities [B, S], whose gradients are computed in the forward pass if `logits.loss_factor` is known.
 
     Args:
         log_probs: (logits, ids) -> log-probabilities [B, S]; its backward may overwrite the logits
@@ -78,15 +79,16 @@ class _Call:
     of_tokens: list[int]
     """Indices of the tensors with a row for each token."""
     shape: tuple[int, ...]
-    """[B, S]"""
+    """Leading dimensions of the logits, [B, S]."""
     known: Tensor | None = None
-    """[B, S], the gradient that the only result is expected to get."""
+    """Gradient that the only result is expected to get, [B, S]; None: not known."""
     result_tree: TreeSpec | None = field(default=None)
     constants: list[Any] = field(default_factory=list)
     """Results that are no tensors."""
 
     def chunks(self) -> Iterator[slice]:
-        """Of all tokens, equal but for the last one, so that no chunk is much smaller than the others."""
+        """Slices of all tokens, of equal length but for the last one, so that no chunk is much smaller than the
+        others."""
         tokens = 1
         for size in self.shape:
             tokens *= size
@@ -194,15 +196,15 @@ class _Early:
     """Gradients that are computed in the forward pass."""
 
     of_hidden: Tensor | None
-    """[B * S, H]; None: not needed."""
+    """Gradient of the hidden states, [B * S, H]; None: not needed."""
     known: Tensor
-    """[B * S], the gradient of the result that they follow from."""
+    """Gradient of the result, from which they are computed, [B * S]."""
     unfinished: list[Callable[[], None]] = field(default_factory=list)
-    """Products that are still to be added to the weight's gradient."""
+    """Functions that add the remaining matmuls to the weight's gradient."""
 
     def finish(self) -> None:
-        """Add these products. Those of the last chunk are computed in the backward pass, while the host waits for the
-        comparison of the gradient and queues what follows: the device would wait for it."""
+        """Call the functions of `unfinished`. The last chunk's matmul runs in the backward pass, while the host waits
+        for the comparison of the gradient and queues further kernels; the device would be idle otherwise."""
         while self.unfinished:
             self.unfinished.pop()()
 
@@ -216,7 +218,8 @@ def _with_known_gradient(
     early: _Early,
     weight_needed: bool,
 ) -> list[Tensor]:
-    """The result for a chunk, whose gradients are written to `early.of_hidden`, and the weight's to be finished."""
+    """The results for a chunk. The gradient of its hidden states is written to `early.of_hidden`, and the matmul for
+    the weight's gradient is appended to `early.unfinished`."""
     projection = call.projections[0]
     with torch.enable_grad():
         results = call([logits.requires_grad_()], rows)
@@ -231,8 +234,8 @@ def _with_known_gradient(
 
 
 def _difference(upstream: Tensor | None, known: Tensor) -> tuple[list[Tensor | None], Callable[[], bool]]:
-    """What is still to be passed back in addition to the known gradient, and a function that waits for the device and
-    returns whether it is nothing, which decides what is computed."""
+    """Gradients to be passed back in addition to the known one, and a function that waits for the device and returns
+    whether they are negligible."""
     if upstream is None:
         return [-known], lambda: False
     difference = upstream - known
@@ -244,8 +247,8 @@ def _difference(upstream: Tensor | None, known: Tensor) -> tuple[list[Tensor | N
 def _recomputed(
     call: _Call, tensors: Sequence[Tensor], upstream: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Gradients of the hidden states and of the tensors with a row for each token; and the buffers with those of the
-    weights."""
+    """Gradients of the hidden states and of the tensors with a row for each token; and the buffers with the weights'
+    gradients."""
     count = len(call.projections)
     hidden = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors[:count]]
     of_tokens = [_rows(tensor, call.shape) for tensor in tensors[2 * count :]]
@@ -293,11 +296,11 @@ def _recomputed(
 
 
 def _returned(call: _Call, buffers: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """What the backward pass returns for each projection's weight, whose gradient is in its buffer."""
+    """Return values of the backward pass for the projections' weights, whose gradients are in `buffers`."""
     pairs = zip(call.projections, buffers, strict=True)
     return [None if buffer is None else projection.returned_gradient(buffer) for projection, buffer in pairs]
 
 
 def _rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """[B, S, ...] -> [B * S, ...]"""
+    """Flatten tokens: [B, S, ...] -> [B * S, ...]."""
     return tensor.reshape(-1, *tensor.shape[len(shape) :])

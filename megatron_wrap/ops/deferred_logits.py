@@ -24,12 +24,13 @@ from megatron_wrap.utils.dist_logger import logger
 
 CHUNK_BYTES = 512 * 2**20
 """Memory of the logits of one chunk of tokens, in bytes: at a vocabulary of 128,256 in bf16 about 2,000 tokens, whose
-products still use a GPU fully, and 1 / 32 of the logits of 65,536 tokens."""
+matmuls still use a GPU fully, and 1 / 32 of the logits of 65,536 tokens."""
 CHUNK_SHARE = 0.01
-"""Of the memory of a GPU, if that is more: the fewer chunks, the less often the gradient buffer is read and written."""
+"""Share of a GPU's memory for the logits of one chunk, where it is more than `CHUNK_BYTES`: the fewer chunks, the less
+often the gradient buffer is read and written."""
 MIN_CHUNK_TOKENS = 1024
-"""Tokens of a chunk at least: with fewer, reading and writing the gradient buffer [V/tp, H] for each chunk would cost
-more time than the product that is added to it."""
+"""Minimum number of tokens of a chunk: with fewer, reading and writing the gradient buffer [V/tp, H] for each chunk
+would take longer than the matmul that is added to it."""
 
 _NOT_THE_USERS = tuple(str(path) for path in (Path(torch.__file__).parent, Path(__file__).parent))
 
@@ -48,19 +49,19 @@ class OutputProjection:
     """The output layer of a model on this rank."""
 
     weight: Tensor
-    """[V/tp, H]. If it has the gradient buffer `main_grad` of Megatron-Core's DistributedDataParallel, gradients are
-    added to that."""
+    """Weight of the output layer, [V/tp, H]. If it has the gradient buffer `main_grad` of Megatron-Core's
+    DistributedDataParallel, gradients are added to that."""
     unpadded: int
     """Columns of this rank that are not padding of the vocabulary; the others get probability 0."""
     add_gradient: Callable[[Tensor, Tensor, Tensor], None] = add_weight_gradient
-    """As `add_weight_gradient`, which is the default."""
+    """Function that adds the weight's gradient to a buffer, with the arguments of `add_weight_gradient`."""
     softcap: float | None = None
-    """Logits x become softcap * tanh(x / softcap)."""
+    """Logits x become softcap * tanh(x / softcap); None: unlimited."""
     reported: set[str] = field(default_factory=set)
-    """Lines that have been named in a warning."""
+    """Source lines that a warning has named."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., V/tp], without a graph."""
+        """Logits of hidden states, [..., H] -> [..., V/tp], without a graph."""
         with torch.no_grad():
             result = torch.matmul(hidden, self.weight.t())
             if self.softcap is not None:
@@ -70,23 +71,23 @@ class OutputProjection:
         return result
 
     def add_product(self, hidden: Tensor, logits: Tensor, grad: Tensor, weight_gradient: Tensor | None) -> Tensor:
-        """Gradient [n, H] of hidden states [n, H] from that of their logits [n, V/tp], which is overwritten; and add
-        the weight's to `weight_gradient`. `logits` are read only where there is a soft cap."""
+        """Return the gradient of hidden states [n, H] from that of their logits [n, V/tp], which is overwritten, and
+        add the weight's gradient to `weight_gradient`. `logits` are read only where there is a soft cap."""
         product = self.product(logits, grad)
         if weight_gradient is not None:
             self.add_gradient(hidden, grad, weight_gradient)
         return product
 
     def product(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """As `add_product`, without the weight's gradient: then `grad` is what `add_gradient` takes."""
+        """`add_product` without the weight's gradient; afterwards `grad` is the argument for `add_gradient`."""
         if self.softcap is not None:
             grad.mul_(1 - (logits.detach() / self.softcap).square_())
         grad[:, self.unpadded :] = 0.0
         return grad @ self.weight
 
     def gradient_buffer(self) -> Tensor:
-        """To which gradients of the weight are added: Megatron-Core's, or zeros [V/tp, H] in fp32 (float64 for such a
-        weight)."""
+        """The buffer to which gradients of the weight are added: Megatron-Core's, or zeros [V/tp, H] in fp32 (float64
+        for a float64 weight)."""
         weight: Any = self.weight
         if getattr(weight, "main_grad", None) is not None:
             return weight.main_grad
@@ -98,8 +99,8 @@ class OutputProjection:
         return getattr(self.weight, "main_grad", None) is not None
 
     def returned_gradient(self, buffer: Tensor) -> Tensor | None:
-        """What an autograd function returns as the gradient of the weight after adding it to `buffer`: autograd then
-        calls the hook that marks the gradient as complete, in the backward pass."""
+        """Value that an autograd function returns as the gradient of the weight after adding it to `buffer`. With it
+        autograd calls the hook that marks the gradient as complete, in the backward pass."""
         return placeholder(self.weight) if self.has_buffer else buffer.to(self.weight.dtype)
 
 
@@ -110,15 +111,15 @@ class DeferredLogits(Tensor):
     hidden: Tensor
     projection: OutputProjection
     loss_factor: float | None
-    """The derivative of what is differentiated with respect to the flow's `loss_sum`; None: not known."""
+    """Derivative of the differentiated scalar with respect to the flow's `loss_sum`; None: not known."""
     stored: list[Tensor]
-    """All logits, once they were needed; in a list that detached copies share."""
+    """List with all logits once they were needed, else empty; detached copies share the list."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, hidden: Tensor, projection: OutputProjection) -> DeferredLogits:
-        """Without a graph; see `deferred_logits`."""
+        """Create deferred logits without a graph; see `deferred_logits`."""
         shape = (*hidden.shape[:-1], projection.weight.shape[0])
         result: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=hidden.dtype, device=hidden.device
@@ -132,7 +133,7 @@ class DeferredLogits(Tensor):
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Shape and type, without computing them."""
+        """Shape and type, without computing the logits."""
         return f"DeferredLogits({list(self.shape)}, {self.dtype}, {self.device})"
 
     @classmethod
@@ -173,7 +174,7 @@ class DeferredLogits(Tensor):
 
 
 class _Deferred(torch.autograd.Function):
-    """Connects deferred logits with the graph: the backward of a gradient of all logits."""
+    """Connects deferred logits with the graph: its backward takes a gradient of all logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, projection: OutputProjection, deferred: bool) -> Tensor:
@@ -221,7 +222,8 @@ def chunks_of(logits: DeferredLogits) -> Iterator[Tensor]:
 
 
 def with_loss_factor(logits: Tensor, factor: float | None) -> Tensor:
-    """The same logits; operations on deferred ones know how what is differentiated depends on the flow's loss."""
+    """The same logits; deferred ones record the derivative of the differentiated scalar with respect to the flow's
+    `loss_sum`."""
     if factor is None or not isinstance(logits, DeferredLogits) or not is_deferred(logits):
         return logits
     return deferred_logits(logits.hidden, logits.projection, factor)

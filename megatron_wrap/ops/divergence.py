@@ -69,7 +69,7 @@ def kl_divergence(
             distinct within a token and inside the vocabulary, equal on all tensor-parallel ranks.
         temperature: divides the logits of both, > 0.
         group: the tensor-parallel group; default: the current layout's.
-        mixture: of jensen_shannon: the teacher's share of m, between 0 and 1.
+        mixture: the teacher's share of m in jensen_shannon, between 0 and 1.
         vocab_size: number of ids that both models have; None: all.
 
     Returns:
@@ -110,7 +110,7 @@ class _Formula(NamedTuple):
     inputs."""
 
     weights: tuple[float, ...]
-    """Of the sums."""
+    """Factor of each sum."""
     sums: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     """(log f [n, C], log s [n, C]) -> this rank's part of each sum over the vocabulary, [n]."""
     gradients: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]

@@ -184,7 +184,7 @@ def _weighted_in_blocks(logits: Tensor, highest: Tensor, kept: Tensor) -> Tensor
 
 
 def _weighted_logits(logits: Tensor, highest: Tensor, part: Tensor) -> Tensor:
-    """[n, C], [n] -> [n]: the sum of (logit - maximum) * exp(logit - maximum), the latter given as `part`."""
+    """Sum of (logit - maximum) * exp(logit - maximum), the latter given as `part`: [n, C], [n] -> [n]."""
     below = clamp_log_probs(scaled(logits, highest.dtype, 1.0).sub_(highest.unsqueeze(-1)))
     return below.mul_(part).sum(dim=-1)
 

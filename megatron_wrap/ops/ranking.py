@@ -21,9 +21,9 @@ class TopK(NamedTuple):
     """k ids per token with their values, equal on all tensor-parallel ranks."""
 
     values: Tensor
-    """[B, S, k] logits or log-probabilities."""
+    """Logits or log-probabilities, [B, S, k]."""
     ids: Tensor
-    """[B, S, k] global ids, distinct within a token."""
+    """Global ids, distinct within a token, [B, S, k]."""
 
 
 @chunked

@@ -184,7 +184,7 @@ class _Terms(torch.autograd.Function):
 def _factor_of_softmax(
     of_values: Tensor | None, of_mean: Tensor | None, of_normalizer: Tensor | None, block: Block, normalized: bool
 ) -> Tensor | None:
-    """[n]: what multiplies the softmax in the gradient of one block; None: nothing does."""
+    """Factor of the softmax in the gradient of one block, [n]; None: the gradient does not contain the softmax."""
     parts = [] if of_normalizer is None else [of_normalizer[block]]
     if normalized and of_values is not None:
         parts.append(-of_values[block].sum(dim=-1))
@@ -194,7 +194,7 @@ def _factor_of_softmax(
 
 
 def _values_of_ids(logits: Tensor, id_sets: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
-    """[..., K]: the logits of the ids."""
+    """Logits of the ids, [..., K]."""
     values = torch.empty(id_sets.shape, dtype=dtype, device=logits.device)
     for block in token_blocks(id_sets.shape[:-1], id_sets.shape[-1] * _ID_SET_BYTES):
         indices, owned = local_indices(id_sets[block], logits.shape[-1], group)
@@ -219,5 +219,5 @@ def _mean_logits(logits: Tensor, dtype: torch.dtype, group: ProcessGroup) -> tup
 
 
 def _masked(logits: Tensor) -> Tensor:
-    """Where a logit is padding of the vocabulary or -inf, also after a division by a temperature."""
+    """Mask of the logits that are padding of the vocabulary or -inf, also after a division by a temperature."""
     return logits <= masked_below(logits.dtype)

@@ -146,7 +146,7 @@ def _log_sum(log_q: Tensor, log_p: Tensor, mixture: float) -> Tensor:
 
 
 def _gradient_of_known(kind: str, log_q: Tensor, log_p: Tensor, mean: Tensor, mixture: float) -> Tensor:
-    """[n, K]: the additional gradient at the known ids, to be added to `_gradient_of_all`."""
+    """Additional gradient at the known ids, [n, K], to be added to `_gradient_of_all`."""
     if kind == "forward":
         return log_p.exp().neg_()
     if kind == "reverse":
@@ -157,7 +157,7 @@ def _gradient_of_known(kind: str, log_q: Tensor, log_p: Tensor, mean: Tensor, mi
 def _gradient_of_all(
     kind: str, logits: Tensor, block: Block, normalizer: Tensor, mean: Tensor, temperature: float, mixture: float
 ) -> Tensor:
-    """[n, C]: the gradient with respect to the scaled logits if no column were a known id."""
+    """Gradient with respect to the scaled logits if no column were a known id, [n, C]."""
     if kind == "reverse":
         return torch.zeros_like(logits[block], dtype=normalizer.dtype, memory_format=torch.contiguous_format)
     probability = block_log_probs(logits[block], normalizer[block], temperature).exp_()

@@ -63,9 +63,9 @@ def _log_prob_gradient_kernel(logits, ids, log_normalizer, grad_out, grad, colum
 def normalizer_parts(
     logits: Tensor, local_ids: Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """For each row of logits [N, V/tp] on a GPU: maximum, sum of exp(logit - maximum), logit of the local id (0 if the
-    id is outside this rank's columns), and with `with_entropy` the sum of exp(logit - maximum) * (logit - maximum);
-    each [N] in fp32."""
+    """Parts of the normalizer for each row of logits [N, V/tp] on a GPU: maximum, sum of exp(logit - maximum), logit of
+    the local id (0 if the id is outside this rank's columns), and with `with_entropy` the sum of exp(logit - maximum) *
+    (logit - maximum); each [N] in fp32."""
     rows, columns = logits.shape
     numbers = [torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3 + with_entropy)]
     highest, total, picked = numbers[:3]
@@ -85,7 +85,8 @@ def log_prob_gradient(
     """Gradient of the log-probabilities with respect to the logits, [N, V/tp] in their dtype.
 
     Args:
-        grad: to which it is written; may be the logits, of which a program reads each element before it writes it.
+        grad: tensor to which the gradient is written; may be the logits, of which a program reads each element before
+            it writes it.
     """
     rows, columns = logits.shape
     grad = torch.empty_like(logits) if grad is None else grad

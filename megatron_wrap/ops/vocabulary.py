@@ -68,7 +68,7 @@ def local_indices(ids: Tensor, columns: int, group: ProcessGroup) -> tuple[Tenso
 
 
 def owned_logits(logits: Tensor, indices: Tensor, owned: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, C], [n, K] -> [n, K]: the logits of this rank's ids, 0 if another rank owns the id."""
+    """Logits of this rank's ids, 0 if another rank owns the id: [n, C], [n, K] -> [n, K]."""
     return logits.gather(-1, indices).to(dtype).masked_fill_(~owned, 0.0)
 
 
@@ -107,15 +107,15 @@ def normalizer_parts(
 
 
 def finite_max(logits: Tensor, dtype: torch.dtype, temperature: float = 1.0) -> Tensor:
-    """[..., C] -> [...]: maximum of logits / temperature; finite even if all are -inf, or C is 0: their sum is 0, not
-    NaN."""
+    """Maximum of logits / temperature, [..., C] -> [...]. It is finite even if all are -inf or C is 0, so that the sum
+    of exponentials is 0, not NaN."""
     if logits.shape[-1] == 0:
         return torch.full(logits.shape[:-1], torch.finfo(dtype).min / 2, dtype=dtype, device=logits.device)
     return logits.amax(dim=-1).to(dtype).div_(temperature).clamp_(min=torch.finfo(dtype).min / 2)
 
 
 def log_normalizer(logits: Tensor, dtype: torch.dtype, temperature: float, group: ProcessGroup) -> Tensor:
-    """[..., V/tp] -> [...]: logsumexp of logits / temperature over the whole vocabulary."""
+    """Logsumexp of logits / temperature over the whole vocabulary, [..., V/tp] -> [...]."""
     highest, total = normalizer_parts(logits, dtype, temperature)
     highest_anywhere = highest.clone()
     reduce_in_place(highest_anywhere, "max", group)

@@ -163,8 +163,8 @@ def gathering(share: Tensor, group: ProcessGroup, *, includes_self: bool = True)
 
 
 class ExchangeOfShares:
-    """Tensors of one shape, one from each rank of a group to each other; collective, without autograd. On GPUs of one
-    host their copy engines move them."""
+    """Exchange of tensors of one shape, one from each rank of a group to each other rank; collective, without autograd.
+    On GPUs of one host their copy engines move them."""
 
     def __init__(self, shape: tuple[int, ...], like: Tensor, group: ProcessGroup) -> None:
         """Begin to exchange tensors of `shape`, with the dtype and device of `like`."""
@@ -172,7 +172,7 @@ class ExchangeOfShares:
         self._group = group
         self._peers = None if memory is None else memory.exchange("shares", shape, like.dtype)
         self._received = [] if memory is not None else [like.new_empty(shape) for _ in range(1, group.size())]
-        self._transfers: list[tuple[Callable[[], None], Tensor]] = []  # with what they send, which must not be freed
+        self._transfers: list[tuple[Callable[[], None], Tensor]] = []  # with the sent tensors, which must not be freed
 
     def send(self, tensor: Tensor, offset: int) -> None:
         """Begin to send a contiguous tensor to the rank that comes `offset` (from 1, in this order) after this one."""
@@ -183,7 +183,8 @@ class ExchangeOfShares:
             self._peers.send((self._group.rank() + offset) % self._group.size(), tensor)
 
     def finish(self) -> list[Tensor]:
-        """What the others have sent, when all have; valid until the group's next exchange begins."""
+        """Wait for the tensors of all other ranks, and return them; they are valid until the group's next exchange
+        begins."""
         if self._peers is None:
             for finish, _ in self._transfers:
                 finish()
@@ -217,14 +218,14 @@ def receive(tensor: Tensor, from_rank: int, group: ProcessGroup | None = None) -
 def start_exchange(
     rows: Tensor, receive: list[int], send: list[int], group: ProcessGroup, size: int | None = None
 ) -> tuple[Tensor, Callable[[], object]]:
-    """Begin an all-to-all: the rows [size, ...] of which the first sum(receive) arrive, and a function that waits until
-    they are there. The others are undefined.
+    """Begin an all-to-all. Returns the rows [size, ...], of which the first sum(receive) arrive and the others are
+    undefined, and a function that waits until they have arrived.
 
     Args:
         rows: at least [sum(send), ...], sorted by receiver; unchanged until the wait. Further rows are not sent.
         receive: rows from each process of the group.
-        send: rows to each.
-        size: None: sum(receive).
+        send: rows to each process of the group.
+        size: number of rows of the result; None: sum(receive).
     """
     arriving, rows = sum(receive), rows[: sum(send)].contiguous()
     received = rows.new_empty(arriving if size is None else size, *rows.shape[1:])
@@ -247,15 +248,15 @@ def start_ring_transfer(
 
     Args:
         sent: contiguous, of one dtype.
-        shapes: of the tensors that are received, in the same dtype.
-        offset: negative: to a rank before.
-        purpose: of the transfer; there is one at a time for each.
-        elements: at least those of any rank's tensors together; the same number on each rank.
-        owned: what is received is a tensor of its own; else it is valid until the purpose's next transfer from the same
-            rank begins.
+        shapes: shapes of the tensors that are received, in the same dtype.
+        offset: distance to the receiving rank; negative: an earlier rank.
+        purpose: name of the transfer's purpose; each has one transfer at a time.
+        elements: upper bound of the number of elements of any rank's tensors together; the same number on each rank.
+        owned: whether the received tensors own their memory; else they are valid until the purpose's next transfer from
+            the same rank begins.
 
     Returns:
-        a function that waits (on a GPU, the current stream does) until all tensors can be used, and returns those that
+        A function that waits (on a GPU, the current stream does) until all tensors can be used, and returns those that
         were received.
     """
     memory = peer_memory(group, sent[0])

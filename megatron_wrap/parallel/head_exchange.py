@@ -14,11 +14,11 @@ from megatron_wrap.parallel.zigzag import packed_positions
 
 
 def to_whole_sequences(tensor: Tensor, lengths: tuple[int, ...], group: Any) -> Tensor:
-    """[s / cp, b, heads, d] in this rank's zig-zag order to [s, b, heads / cp, d] in the order of the row.
+    """Exchange [s / cp, b, heads, d] in this rank's zig-zag order for [s, b, heads / cp, d] in the order of the row.
 
     Args:
-        lengths: global, of the sequences in a row; multiples of 2 * cp.
-        group: of the context-parallel ranks.
+        lengths: global lengths of the sequences in a row; multiples of 2 * cp.
+        group: process group of the context-parallel ranks.
     """
     size = group.size()
     shares = tensor.unflatten(2, (size, -1)).movedim(2, 0)
@@ -38,8 +38,8 @@ def to_whole_heads(tensor: Tensor, lengths: tuple[int, ...], group: Any) -> Tens
 def attention_inputs_by_heads(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], group: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`to_whole_sequences` of the inputs of attention, in one all-to-all. With fewer key heads than ranks each is sent
-    to all ranks that have its queries.
+    """`to_whole_sequences` of the inputs of attention, in one all-to-all. With fewer key heads than ranks, each head is
+    sent to all ranks that have its queries.
 
     Args:
         query: [s / cp, b, heads, d]; cp divides the heads.

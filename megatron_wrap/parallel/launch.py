@@ -97,7 +97,7 @@ def _begin_log() -> None:
 
 
 _consoles: list[TextIO] = []
-"""stderr of the console, for the message of `exit_on_user_error`, where this process's own is its log."""
+"""Console's stderr, for the message of `exit_on_user_error`, where this process's own stderr is its log; else empty."""
 _stores: list[dist.Store] = []
 """The store of the newest process group, which `exit_on_user_error` needs after the group has ended."""
 
@@ -115,7 +115,7 @@ recorded the error: a rank that is terminated earlier cannot print, or its signa
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """For entry points: print a `MegatronWrapError` once over all ranks and exit with its exit code.
+    """Print a `MegatronWrapError` once over all ranks and exit with its exit code; for entry points.
 
     The first rank that claims the message in the rendezvous store prints it. Before the store exists, every rank has
     read the same configuration, and rank 0 prints. Every rank records its error for torchrun's failure summary.
@@ -171,7 +171,8 @@ def _is_under_torchrun() -> bool:
 
 def _exit(code: int) -> NoReturn:
     """End this process. Other ranks may wait for it in a collective, so no destructor of a process group may wait for
-    them. A thread leaves that to the program which started it, such as a worker of Ray."""
+    them. A thread other than the main one raises SystemExit instead; the program that started it, such as a worker of
+    Ray, ends the process."""
     sys.stdout.flush()
     if threading.current_thread() is not threading.main_thread():
         raise SystemExit(code)

@@ -1,4 +1,5 @@
-"""What processes of one node listen on: the loopback interface only. torch's rendezvous unpickles what it receives."""
+"""Communication of one node's processes over the loopback interface only, because torch's rendezvous unpickles received
+data."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def loopback_store(timeout: timedelta, port: int = 0) -> dist.TCPStore:
     interface.
 
     Args:
-        port: to listen on; 0: a free one.
+        port: port to listen on; 0: a free one.
 
     Raises:
         LayoutError: the port is taken.

@@ -29,7 +29,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Its index and its host."""
+        """Index and host of the node."""
         return f"node {self.index} ({socket.gethostname()})"
 
 
@@ -79,7 +79,8 @@ def _differences(nodes: Sequence[str], versions: Sequence[Mapping[str, str | Non
 
 
 def difference_of(nodes: Sequence[str], values: Sequence[str | None]) -> str | None:
-    """Which nodes have another value than most, and what to do; None: all have the same."""
+    """Text about the nodes whose value differs from that of most nodes, and what to do; None: all have the same
+    value."""
     differing = differing_indices(values)
     if not differing:
         return None

@@ -1,6 +1,6 @@
 """Memory of the GPUs of one host into which the ranks of a group write directly (torch's symmetric memory). The copy
-engines move it during the running products: 32 MiB at 357 GB/s between two H100s, where NCCL's kernels, which take
-multiprocessors from the products, reached 190 (2026-11-26)."""
+engines move the data while matmuls run: 32 MiB at 357 GB/s between two H100s, where NCCL's kernels, which take
+multiprocessors from the matmuls, reached 190 (2026-11-26)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MIB = 2**20
 
 _timeout = timedelta(minutes=10)
 _memories: dict[str, PeerMemory | None] = {}
-"""By the group's name; None: its ranks cannot reach each other's memory."""
+"""Memory by the group's name; None: the group's ranks cannot reach each other's memory."""
 
 
 def peer_memory(group: ProcessGroup, tensor: Tensor) -> PeerMemory | None:
@@ -39,13 +39,14 @@ def peer_memory(group: ProcessGroup, tensor: Tensor) -> PeerMemory | None:
 
 
 def wait_at_most(timeout: timedelta) -> None:
-    """Until then the GPU waits for another rank; then the process ends with an error, as after a collective of NCCL."""
+    """Limit how long the GPU waits for another rank; then the process ends with an error, as after a collective of
+    NCCL."""
     global _timeout
     _timeout = timeout
 
 
 def release() -> None:
-    """Give the memory of all groups back, before they are destroyed."""
+    """Free the memory of all groups, before the groups are destroyed."""
     _memories.clear()
 
 
@@ -61,8 +62,8 @@ def _reach_each_other(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def _may_share_memory(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the system lets the processes share memory, which some containers forbid; a small region is tried,
-    collective."""
+    """Whether the system lets the processes share memory, which some containers forbid. It is tried with a small
+    region; collective."""
     problem = ""
     try:
         _Region(group, device, 1)
@@ -143,8 +144,10 @@ class PeerExchange:
         """Begin to copy contiguous tensors to a target, or to this rank's own index, once for each.
 
         Args:
-            tensors: one after the other in the target's memory, together at most as many elements as the shape has.
-            produced: by work queued since the beginning of the exchange, which the copies wait for.
+            tensors: tensors that are concatenated in the target's memory, with at most as many elements in total as the
+                shape has.
+            produced: whether work queued since the beginning of the exchange produces them; the copies then wait for
+                it.
         """
         region = self._region
         if produced:
@@ -162,7 +165,8 @@ class PeerExchange:
         """Let the current stream wait until all tensors have arrived, and until those that were sent can be reused.
 
         Returns:
-            [ranks, *shape], by sender: of the sources, and this rank's own index only if it has sent to itself.
+            Tensors by sender, [ranks, *shape]: those of the sources, and this rank's own if it has sent to itself;
+            others are undefined.
         """
         region = self._region
         with torch.cuda.stream(region.stream):
@@ -194,7 +198,7 @@ class _Region:
         self._views: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
     def views(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """By receiver: [senders, *shape], contiguous."""
+        """Tensor of each receiver, [senders, *shape], contiguous."""
         key = shape, dtype
         if key not in self._views:
             self._views[key] = [

@@ -1,4 +1,4 @@
-"""A file with what each process of a run prints, and its last lines."""
+"""Log files with the output of each process of a run, and their last lines."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def written_into(folder: Path) -> Iterator[None]:
 
 
 def begin(rank: int, world_size: int, keeps_console: bool) -> TextIO | None:
-    """Append what this process prints from now on to its log, until it ends.
+    """Append this process's output to its log, from now on until the process ends.
 
     Args:
-        keeps_console: it is printed as well, and what other languages than Python write to the console stays there
-            alone; False: it goes to the file alone.
+        keeps_console: whether the output goes to the console as well; output of other languages than Python then goes
+            to the console alone. False: all output goes to the file alone.
 
     Returns:
-        Without `keeps_console` the stderr of the console, unless VARIABLE is not set, or its folder cannot be written,
-        so that nothing has changed; else None.
+        The console's stderr if `keeps_console` is False, else None. Also None if VARIABLE is not set or its folder
+        cannot be written; then nothing has changed.
     """
     folder = os.environ.get(VARIABLE)
     if not folder or isinstance(sys.stderr, _Copied):
@@ -83,12 +83,13 @@ class _Copied:
         return written
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the console's."""
+        """Any other attribute of the console's stream."""
         return getattr(self._console, name)
 
 
 def summary(folder: Path, rank: int) -> str:
-    """The last lines that a rank has written since its start, under a line that names it; empty: there are none."""
+    """The last lines that a rank has written since its start, below a line that names the rank; empty: there are
+    none."""
     log = folder / FILE.format(rank)
     try:
         with log.open("rb") as file:

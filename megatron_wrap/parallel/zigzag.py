@@ -36,7 +36,7 @@ def packed_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tens
     """Positions of one rank's tokens in a row of one or several sequences, each split over the ranks separately.
 
     Args:
-        lengths: of the sequences in the row, in tokens.
+        lengths: lengths of the sequences in the row, in tokens.
 
     Returns:
         int64 [sum(lengths) / cp_size], in the rank's local order: sequence by sequence.
@@ -48,7 +48,7 @@ def packed_positions(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tens
         _check(length, cp_size, cp_rank)
     if cp_size == 1:
         return torch.arange(sum(lengths))
-    chunk = np.repeat(np.asarray(lengths, dtype=np.int64) // (2 * cp_size), 2)  # of each local chunk
+    chunk = np.repeat(np.asarray(lengths, dtype=np.int64) // (2 * cp_size), 2)  # length of each local chunk
     numbers = np.tile(np.asarray(chunks_of(cp_size, cp_rank), dtype=np.int64), len(lengths))
     starts = np.repeat(np.cumsum(lengths) - np.asarray(lengths, dtype=np.int64), 2) + numbers * chunk
     within = np.arange(chunk.sum()) - np.repeat(np.cumsum(chunk) - chunk, chunk)

@@ -1,1 +1,1 @@
-"""What a model costs on a layout, without torch: costs of its layers, and splits over pipeline stages by them."""
+"""Costs of a model on a layout, without torch: costs of its layers, and splits over pipeline stages by cost."""

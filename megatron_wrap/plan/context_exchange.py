@@ -1,4 +1,4 @@
-"""What the attention of context-parallel processes exchanges: the choice of `cp_comm_type`, by the bytes it sends.
+"""Choice of `cp_comm_type`, the exchange in the attention of context-parallel processes, by the bytes that it sends.
 
 With s tokens in a sequence, cp processes, h query and g key heads on each of them (after tensor parallelism), of sizes
 d (queries, keys) and d_v (values), each process sends for a layer and a sequence, in elements, both passes together:
@@ -7,8 +7,8 @@ d (queries, keys) and d_v (values), each process sends for a layer and a sequenc
 - a2a: 2 (cp - 1) / cp * s / cp * (h + g') (d + d_v): queries, keys and values, then outputs are exchanged, and their
   gradients; g' = max(g, cp), because key heads that are fewer than the processes are sent to several.
 - p2p: 3 (cp - 1) / cp * s * g (d + d_v): keys and values pass around a ring in both passes, their gradients once;
-  torch's attention keeps those that came last, so it sends s / cp * g (d + d_v) less, and of a causal mask's earlier
-  keys half, which is not counted, since processes differ in it.
+  torch's attention keeps those that arrived last, so it sends s / cp * g (d + d_v) less. With a causal mask it sends
+  only half of an earlier rank's keys; this is not counted, since processes differ in it.
 
 So a2a sends less than all_gather if h + g' < cp * g: with cp 2 never, without grouped queries from cp 4 on, with four
 query heads for each key head from cp 8 on. With cp 2 the ring of torch's attention sends as much as all_gather.
@@ -36,10 +36,11 @@ at the 290 TFLOP/s of `layer_costs` and 300 GB/s between GPUs of a node, both ta
 def exchange_choice(config: RunConfig, transformer_engine: bool, saved: str | None = None) -> Choice | None:
     """`cp_comm_type` of a run that names none; None: it names one, or sequences are not shared.
 
-    p2p where attention hides the ring, else the fewest bytes; equal ones: p2p, then all_gather. Torch's attention
-    exchanges by all_gather or a2a where `_torch_has_ring` is false, and of a packed row, whose documents the
-    configuration does not have, the row's length counts. Transformer Engine's exchanges packed rows by p2p only. Its
-    layers keep torch's attention with all_gather for windows and sinks, for which Transformer Engine would need a2a.
+    p2p where attention takes longer than the ring's transfers, else the fewest bytes; equal ones: p2p, then all_gather.
+    Torch's attention exchanges by all_gather or a2a where `_torch_has_ring` is false, and of a packed row, whose
+    documents the configuration does not have, the row's length counts. Transformer Engine's exchanges packed rows by
+    p2p only. Its layers keep torch's attention with all_gather for windows and sinks, for which Transformer Engine
+    would need a2a.
 
     Args:
         transformer_engine: whether the layers are Transformer Engine's.
@@ -65,7 +66,8 @@ def can_use_attention_of_transformer_engine(config: RunConfig, deterministic: bo
     number of key heads that the context-parallel size divides, and with sinks a kernel that is not deterministic.
 
     Args:
-        deterministic: whether it has to use deterministic kernels (`torch.are_deterministic_algorithms_enabled`).
+        deterministic: whether attention has to use deterministic kernels
+            (`torch.are_deterministic_algorithms_enabled`).
     """
     arch = config.arch
     if arch.query_scaling_beta is not None or arch.attn_logit_softcapping is not None:
@@ -135,7 +137,7 @@ def _of_torch(config: RunConfig) -> Choice:
 
 
 def _of_transformer_engine(config: RunConfig) -> Choice:
-    """Of p2p and a2a."""
+    """Choice between p2p and a2a for Transformer Engine's attention."""
     if config.flow.packing or config.arch.multi_latent_attention:
         kind = "packed rows" if config.flow.packing else "latent attention"
         return Choice(EXCHANGE_KEY, "p2p", f"Transformer Engine exchanges no heads of {kind}")

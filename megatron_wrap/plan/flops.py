@@ -1,4 +1,5 @@
-"""FLOPs of a training step of a GPT: of the matmuls that the algorithm needs, for TFLOP/s and model FLOPs utilization.
+"""FLOPs of a training step of a GPT: those of the matmuls that the algorithm needs, for TFLOP/s and model FLOPs
+utilization.
 
 Counts matmuls alone (2 FLOPs per multiply-add), as in Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training on GPU Clusters", appendix, and in Megatron-LM's `num_floating_point_operations`
@@ -22,7 +23,7 @@ class Flops:
 
     per_token: float
     per_square: float
-    """For the square of each sequence's length; of packed rows, of each document's."""
+    """FLOPs for each squared sequence length; in packed rows, for each squared document length."""
 
     def of(self, num_tokens: float, sum_of_squared_lengths: float) -> float:
         """FLOPs of a batch of `num_tokens` tokens, the sum of all lengths."""
@@ -50,7 +51,7 @@ def forward_flops(shape: ModelShape, causal: bool = True) -> Flops:
 
 
 def training_flops(shape: ModelShape, causal: bool = True) -> Flops:
-    """FLOPs of one forward and backward pass, three times `forward_flops` if everything is trained. Argument as there.
+    """FLOPs of one forward and backward pass, three times `forward_flops` if everything is trained. Arguments as there.
 
     A matmul with weights costs its forward pass again for the gradient of the weights, if these are trained, and for
     the gradient of its inputs, if they depend on something that is trained; attention costs it twice in the latter
@@ -83,14 +84,15 @@ def _flops(shape: ModelShape, causal: bool, backward: bool) -> Flops:
 @dataclass(frozen=True)
 class _Factor:
     elements: float
-    """Number of weights that multiply each token; of experts, those that a token chooses."""
+    """Number of weights that multiply each token; for experts, only those of the experts that a token chooses."""
     is_trained: bool
     follows_trained: bool
-    """Its inputs are the product with a trained factor."""
+    """Whether the factor's inputs are the product with another trained factor."""
 
 
 def _factors(shape: ModelShape) -> dict[str, list[_Factor]]:
-    """The factors beside each part; rows of the embedding are copied, those of the output layer multiplied."""
+    """Factors of adapters and trained rows of each part. Rows of the embedding are copied; only those of the output
+    layer are multiplied."""
     factors = defaultdict[str, list[_Factor]](list)
     for parameter, elements in shape.factors.items():
         part, name = part_of(parameter)

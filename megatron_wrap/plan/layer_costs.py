@@ -1,4 +1,4 @@
-"""How long the parts of a model take in a training step: FLOPs over measured speeds of the device."""
+"""Time of a model's parts in a training step: FLOPs over measured speeds of the device."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class DeviceSpeed:
     """Speeds of a device within a bf16 training step."""
 
     products: float
-    """FLOP/s of matrix products."""
+    """FLOP/s of matmuls."""
     attention: float
-    """FLOP/s of causal attention, scores that are masked not counted."""
+    """FLOP/s of causal attention, without the FLOPs of masked scores."""
     elementwise: float
     """Seconds of a layer's norms, rotary embedding, activation and additions, for each token and hidden unit."""
     loss: float
@@ -35,10 +35,10 @@ class DeviceSpeed:
 
 
 _HOPPER_BANDWIDTHS = {"H200": 4.8, "H100": 3.35, "H800": 3.35}
-"""TB/s of the data sheets."""
+"""Memory bandwidth in TB/s, from the data sheets."""
 _H200 = DeviceSpeed(products=721e12, attention=290e12, elementwise=3.74e-11, loss=1.67e-12)
 """`megatron-wrap profile` of the 1.5B Llama at 4,096 tokens, forward and backward (docs/profiling.md, 2026-11-22):
-4.86e14 FLOPs of products in 673.9 ms, 5.28e13 of attention in 181.9 ms, 80.4 ms elementwise, 14.0 ms for the loss."""
+4.86e14 FLOPs of matmuls in 673.9 ms, 5.28e13 of attention in 181.9 ms, 80.4 ms elementwise, 14.0 ms for the loss."""
 SPEEDS = {
     name: DeviceSpeed(
         products=_H200.products,
@@ -50,9 +50,9 @@ SPEEDS = {
 }
 """Part of a GPU's name -> its speeds. The Hopper chips differ in the bandwidth of their memory."""
 ANY_DEVICE = DeviceSpeed(products=1.0, attention=0.5, elementwise=0.0, loss=0.0)
-"""Other devices, in FLOPs: attention at half of the products' speed, a rounded ratio of the H200's."""
+"""Other devices, in FLOPs: attention at half of the matmuls' speed, a rounded ratio of the H200's."""
 _FP8_PRODUCTS = 1.62
-"""Speed of a layer's products in FP8, relative to bf16: a step of the 1.5B Llama takes 0.795 of the time
+"""Speed of a layer's matmuls in FP8, relative to bf16: a step of the 1.5B Llama takes 0.795 of the time
 (docs/performance.md)."""
 
 
@@ -62,10 +62,10 @@ class ModelCosts:
     device without measured speeds. Tensor and context parallelism divide all of them alike."""
 
     layers: tuple[float, ...]
-    """Of each transformer layer."""
+    """Cost of each transformer layer."""
     embedding: float
     output: float
-    """Of output layer and loss, and of the layers for multi-token prediction, which are on the same stage."""
+    """Cost of output layer and loss, and of the layers for multi-token prediction, which are on the same stage."""
 
 
 def device_speed(device: str) -> DeviceSpeed:

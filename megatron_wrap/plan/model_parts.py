@@ -20,7 +20,8 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)\d+\.")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What determines the FLOPs of a GPT. Names of parameters are global, as in `model/initial_weights.py`."""
+    """Sizes and trained parameters that determine the FLOPs of a GPT. Names of parameters are global, as in
+    `model/initial_weights.py`."""
 
     arch: ArchConfig
     vocab_size: int
@@ -45,13 +46,13 @@ def model_shape(config: RunConfig, vocab_size: int) -> ModelShape:
 
 @dataclass(frozen=True)
 class Part:
-    """A matmul of each token with weights, or of queries with keys and values; or what has no matmul and may be
+    """A matmul of each token with weights, or of queries with keys and values; or a part without a matmul that may be
     trained, such as a norm."""
 
     name: str
     """Global name without its prefix and without the number of an expert."""
     after: tuple[str, ...] = ()
-    """Parts whose outputs it takes; (): it takes the hidden states."""
+    """Names of the parts whose outputs it takes; (): it takes the hidden states."""
     weights: int = 0
     """Multiply-adds for each token."""
     scores: int = 0
@@ -63,12 +64,12 @@ class Block:
     """Parts between two hidden states."""
 
     prefix: str
-    """Of the names of its parts."""
+    """Prefix of the names of its parts."""
     parts: tuple[Part, ...]
     takes_embedding: bool = False
-    """It takes embedded tokens in addition to hidden states."""
+    """Whether it takes embedded tokens in addition to hidden states."""
     returns_logits: bool = False
-    """Its outputs are no hidden states."""
+    """Whether its outputs are logits instead of hidden states."""
 
 
 def model_blocks(shape: ModelShape) -> Iterator[Block]:
@@ -100,7 +101,7 @@ def layer_parts(arch: ArchConfig, has_experts: bool, is_linear: bool = False) ->
 
 
 def output_weights(shape: ModelShape) -> int:
-    """Number of weights of the output layer, or of what replaces it."""
+    """Number of weights of the output layer, or of the layer that replaces it."""
     return shape.arch.hidden_size * (shape.vocab_size if shape.output_size is None else shape.output_size)
 
 
@@ -150,8 +151,8 @@ def _latent_attention(arch: ArchConfig) -> tuple[Part, ...]:
 
 
 def _linear_attention(arch: ArchConfig) -> tuple[Part, ...]:
-    """Counts the matmuls of the rule with its state as well: of the key with the state, of key and value, of the query
-    with the state, and the decay, 4 heads * d_k * d_v as in Megatron-LM's formula."""
+    """Parts of linear attention. The matmuls of the rule with its state count as well: key with state, key with value,
+    query with state, and the decay, 4 heads * d_k * d_v as in Megatron-LM's formula."""
     keys = arch.linear_num_key_heads * arch.linear_key_head_dim
     values = arch.linear_num_value_heads * arch.linear_value_head_dim
     columns = 2 * keys + 2 * values + 2 * arch.linear_num_value_heads
@@ -164,7 +165,7 @@ def _linear_attention(arch: ArchConfig) -> tuple[Part, ...]:
 
 
 def _mlp(arch: ArchConfig, prefix: str, width: int, of_router: tuple[str, ...] = ()) -> tuple[Part, ...]:
-    """Two layers of inner size `width`; `of_router`: what scales the inner activations."""
+    """Two layers of inner size `width`; `of_router`: names of the parts that scale the inner activations."""
     fc1, columns = f"{prefix}linear_fc1", 2 if derived.is_gated(arch) else 1
     return (
         Part(fc1, ("pre_mlp_layernorm",), arch.hidden_size * width * columns),
@@ -173,7 +174,7 @@ def _mlp(arch: ArchConfig, prefix: str, width: int, of_router: tuple[str, ...] =
 
 
 def _experts(arch: ArchConfig) -> tuple[Part, ...]:
-    """The experts that a token chooses count, as one MLP."""
+    """Parts of a layer with experts; the experts that a token chooses count as one MLP."""
     norm, shared = ("pre_mlp_layernorm",), arch.moe_shared_expert_intermediate_size
     parts = (
         Part("mlp.router", norm, arch.hidden_size * (arch.num_experts or 0)),
@@ -225,7 +226,7 @@ class TrainedParts:
         return EMBEDDING in self or _POSITIONS in self
 
     def share(self, part: str) -> float:
-        """Share of a part's weights that are trained; of experts, of all of their weights."""
+        """Share of a part's weights that are trained; for experts, the share of the weights of all experts."""
         if self._all:
             return 1.0
         return self._weights[part] / (self._num_experts if ".mlp.experts." in part else 1)

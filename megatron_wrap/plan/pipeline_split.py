@@ -17,7 +17,7 @@ LAYOUT_KEY = "parallel.pipeline_model_parallel_layout"
 
 
 def with_split(config: RunConfig, shape: ModelShape, device: str, saved: str | None = None) -> RunConfig:
-    """The configuration with the layers of each pipeline stage, where no key names them."""
+    """The configuration, to which the layers of each pipeline stage are added if no key names them."""
     choice = split_choice(config, shape, device, saved)
     return config if choice is None else with_choices(config, (choice,))
 
@@ -26,7 +26,7 @@ def split_choice(config: RunConfig, shape: ModelShape, device: str, saved: str |
     """The split of a run whose configuration names none, with what it is expected to waste; None: nothing to choose.
 
     Args:
-        shape: of the run's model.
+        shape: shape of the run's model.
         device: name of the GPU, the same on all ranks; "" on CPUs.
         saved: the split of the checkpoint from which the run continues bit for bit.
     """
@@ -71,8 +71,9 @@ def split_by_cost(costs: ModelCosts, num_stages: int, chunks_per_stage: int = 1)
     """The layers of each chunk for the fastest slowest stage; among equally fast ones the stages, then the chunks, are
     as equal as possible. Each chunk has at least one layer.
 
-    Exact for one chunk on each stage and for equal layers (`tests/unit/plan/test_pipeline_split.py`); of several chunks
-    of unequal layers it is the best of three starts that are improved layer by layer, never slower than an even split.
+    Exact for one chunk on each stage and for equal layers (`tests/unit/plan/test_pipeline_split.py`); for several
+    chunks of unequal layers it is the best of three starts that are improved layer by layer, never slower than an even
+    split.
     """
     num_chunks, num_layers = num_stages * chunks_per_stage, len(costs.layers)
     assert num_layers >= num_chunks, "each chunk has a layer (config/checks/model.py)"
@@ -155,7 +156,8 @@ def _stage_costs(costs: ModelCosts, sums: Sequence[float], counts: Sequence[int]
 def _badness(
     costs: ModelCosts, sums: Sequence[float], counts: Sequence[int], num_stages: int
 ) -> tuple[float, float, float]:
-    """Rounded to a billionth of the model, so that the order of additions does not decide."""
+    """Cost of the slowest stage, and sums of squares over stages and over chunks, as shares of the model's cost. They
+    are rounded to a billionth, so that the order of additions does not decide."""
     whole = sums[-1] + costs.embedding + costs.output
     chunks = [chunk / whole for chunk in _chunk_costs(costs, sums, counts)]
     stages = [sum(chunks[stage::num_stages]) for stage in range(num_stages)]
@@ -163,7 +165,7 @@ def _badness(
 
 
 def _counts(layout: PipelineLayout) -> str:
-    """Such as `10+6`, or with two chunks on each stage `3+3+3+1, stages 6+4`."""
+    """The split as text, such as `10+6`, or with two chunks on each stage `3+3+3+1, stages 6+4`."""
     counts = "+".join(map(str, layout.layers))
     return counts if layout.chunks_per_stage == 1 else f"{counts}, stages {'+'.join(map(str, layout.layers_per_stage))}"
 

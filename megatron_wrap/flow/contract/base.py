@@ -55,7 +55,7 @@ class Collation:
 
     @contextmanager
     def of(self, num_samples: int) -> Iterator[None]:
-        """A block in which a micro-batch of `num_samples` samples is collated."""
+        """Set `num_samples` within a block that collates a micro-batch of as many samples."""
         previous, self.num_samples = self.num_samples, num_samples
         try:
             yield
@@ -89,16 +89,16 @@ class FlowContext:
     collation: Collation = field(default_factory=Collation)
     """The collation in progress."""
     routing: RoutingShape | None = None
-    """With `router_replay`: the layers and experts of a recorded routing."""
+    """Layers and experts of a recorded routing; None without `router_replay`."""
     prediction: MultiTokenPrediction | None = None
-    """With `mtp_num_layers`: the layers whose losses are added to the flow's."""
+    """Layers for multi-token prediction, whose losses are added to the flow's; None without `mtp_num_layers`."""
     common_vocab_size: int | None = None
-    """Entries of the vocabulary that the model and its reference or teacher model have in common, if they do not have
-    the same number; None: they do, or there is no such model."""
+    """Entries of the vocabulary that the model and its reference or teacher model have in common, if their numbers of
+    entries differ; None: they are equal, or there is no such model."""
 
     @property
     def num_token_ids(self) -> int:
-        """Token ids of the run are below it: every model of the run has them."""
+        """Number of token ids that every model of the run has; all token ids of the run are below it."""
         return self.vocab_size if self.common_vocab_size is None else self.common_vocab_size
 
 
@@ -173,7 +173,7 @@ class MegatronWrapTrainingFlowBase(ABC):
 
     def __init__(self, flow_config: Any, context: FlowContext) -> None:
         self.flow_config = flow_config
-        """An instance of `Config`, or `FlowOptions` if the flow declares none."""
+        """Options of the flow: an instance of `Config`, or `FlowOptions` if the flow declares none."""
         self.context = context
         self.seq_length = context.seq_length
         self.vocab_size = context.vocab_size
@@ -229,8 +229,9 @@ class MegatronWrapTrainingFlowBase(ABC):
 
     def has_loss(self, loss_inputs: Mapping[str, Tensor]) -> bool:
         """Whether the loss of this micro-batch can have a gradient; default: True, so only its weight counts. A flow
-        whose weight counts sequences or a constant also defines this: a step without any such micro-batch is skipped as
-        one of weight 0 is, without an update, whose momentum and decay would change the weights all the same."""
+        whose weight counts sequences or is a constant also defines this. A step in which no micro-batch has a loss is
+        skipped, like one of weight 0: the momentum and decay of an update would change the weights even without
+        gradients."""
         return True
 
     def get_loss_coefficients(self) -> dict[str, float]:
@@ -271,10 +272,10 @@ class MegatronWrapTrainingFlowBase(ABC):
         return None
 
     def get_samples_to_precompute(self, samples: Sequence[Any]) -> Sequence[tuple[Any, Mapping[str, Tensor]]] | None:
-        """For outputs computed before training (`megatron-wrap precompute`): for each of some prepared samples, in
-        their order, another prepared sample whose outputs are stored as `reference_step_NAME` of the sample, and
-        further tensors to store as `reference_step_NAME`. In training the sample contains both, for `get_step_samples`.
-        Default: None, only the outputs of the samples themselves."""
+        """For each of some prepared samples, in their order, another prepared sample whose outputs `megatron-wrap
+        precompute` stores as `reference_step_NAME` of the sample, and further tensors to store as
+        `reference_step_NAME`. In training the sample contains both, for `get_step_samples`. Default: None, only the
+        outputs of the samples themselves."""
         return None
 
     def calculate_step_values(
@@ -293,7 +294,7 @@ class MegatronWrapTrainingFlowBase(ABC):
         )
 
     def get_sample_facts(self, sample: Any) -> Any:
-        """Facts of a prepared sample that are known without the model, for `reduce_sample_facts`: a small value that
+        """Metadata of a prepared sample that is known without the model, for `reduce_sample_facts`: a small value that
         can be pickled, such as the sample's keys and the name of its group. Default: None. Used only with
         `step_values_from`."""
         return None
@@ -303,7 +304,7 @@ class MegatronWrapTrainingFlowBase(ABC):
         the forward pass. Default: none.
 
         Args:
-            facts: of all N samples of the global batch in its order, equal on every rank.
+            facts: metadata of all N samples of the global batch in its order, equal on every rank.
 
         Raises:
             DataError: samples contradict each other.
@@ -340,7 +341,7 @@ class MegatronWrapTrainingFlowBase(ABC):
 
         Args:
             per_token: [B, S/cp], or [1, S/cp] if packed; this rank's shard, 0 on tokens that do not count.
-            loss_inputs: of the micro-batch; contain the boundaries if it is packed.
+            loss_inputs: loss inputs of the micro-batch; they contain the boundaries if it is packed.
 
         Returns:
             [B], in the order of collation; complete and equal on every context-parallel rank, with the true gradient.

@@ -49,7 +49,8 @@ def _check_field(
     """Compare a field of token ids with the vocabulary; one without a sequence dimension has no token ids.
 
     Args:
-        loss_inputs: of the micro-batch, if the field is one of them; their `loss_mask` shows which ids have no loss.
+        loss_inputs: loss inputs of the micro-batch, if the field is one of them; their `loss_mask` shows which ids have
+            no loss.
     """
     if ids.dim() < 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         return

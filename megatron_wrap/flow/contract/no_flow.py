@@ -11,18 +11,18 @@ from megatron_wrap.errors import FlowError
 from megatron_wrap.flow.contract.base import MegatronWrapTrainingFlowBase
 
 NO_FLOW = f"{__name__}:NoFlow"
-"""The `flow_key` of such a run."""
+"""`flow_key` of a run without a flow."""
 
 
 class NoFlow(MegatronWrapTrainingFlowBase):
-    """Has no samples and no loss."""
+    """A flow without samples and without a loss."""
 
     def collate_data_micro_batch(self, iterator: Iterator[Any]) -> NoReturn:
-        """Raises FlowError."""
+        """Raise FlowError."""
         raise FlowError("this run only uses a trained model and has no flow; select one in megatron_wrap.flow")
 
     def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> NoReturn:
-        """Raises FlowError."""
+        """Raise FlowError."""
         raise FlowError("this run only uses a trained model and has no flow; select one in megatron_wrap.flow")
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ class MultiTokenPrediction:
     """The layers of a model whose losses are added to that of a flow."""
 
     num_layers: int
-    """D."""
+    """Number of layers (D)."""
     scaling_factor: float
     """Coefficient of the mean of the layers' losses."""
 
@@ -56,8 +56,8 @@ class MultiTokenPrediction:
         """INPUT_IDS, LABELS and LOSS_MASK of a collated micro-batch.
 
         Args:
-            model_inputs: with `input_ids` [B, S].
-            loss_inputs: with `labels` and `loss_mask` [B, S].
+            model_inputs: model inputs with `input_ids` [B, S].
+            loss_inputs: loss inputs with `labels` and `loss_mask` [B, S].
             lengths: [B], tokens of each sequence without padding.
             pad_id: the token after the end of a sequence.
             flow: name of the flow's class.
@@ -79,7 +79,7 @@ class MultiTokenPrediction:
         )
 
     def _shifted(self, values: Tensor, lengths: Tensor, fill: float) -> Tensor:
-        """[B, S] -> [B, D, S], with `fill` where the sequence has ended."""
+        """Values shifted for each layer, [B, S] -> [B, D, S], with `fill` where the sequence has ended."""
         columns = torch.arange(values.shape[1])
         layers = []
         for layer in range(1, self.num_layers + 1):

@@ -24,11 +24,11 @@ class RoutingShape:
     layers: tuple[int, ...]
     """Indices of the layers with experts."""
     num_layers: int
-    """All layers."""
+    """Number of all layers."""
     num_experts: int
     topk: int
     mode: str
-    """`router_replay`: R2 or R3."""
+    """Value of `router_replay`: R2 or R3."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -38,8 +38,8 @@ class RoutingShape:
     def collate(self, samples: Sequence[Any], lengths: Tensor, width: int) -> Tensor | None:
         """The routing of the samples of a micro-batch; None if they contain none.
 
-        A sample's has a row for each input token of the model, or one more for the last token of the sequence; a column
-        for each layer with experts, or one for each layer; and `topk` experts, or NOT_RECORDED.
+        A sample's routing has a row for each input token of the model, or one more for the last token of the sequence;
+        a column for each layer with experts, or one for each layer; and `topk` experts, or NOT_RECORDED.
 
         Args:
             lengths: [N], the model's input tokens of each sequence.
@@ -68,7 +68,7 @@ class RoutingShape:
         return result
 
     def _checked(self, of_sample: Any, length: int) -> Tensor:
-        """int16 [length, layers with experts, topk]"""
+        """A sample's validated routing, int16 [length, layers with experts, topk]."""
         try:
             routing = torch.as_tensor(of_sample)
         except (TypeError, ValueError, RuntimeError):

@@ -15,7 +15,7 @@ STD_EPSILON = 1e-4
 
 
 def number_groups(names: Sequence[int | str | None]) -> list[int]:
-    """The number of each sample's group, from 0 in the order of first samples."""
+    """The number of each sample's group; groups are numbered from 0 in the order of their first samples."""
     numbers: dict[int | str | None, int] = {}
     return [numbers.setdefault(name, len(numbers)) for name in names]
 
@@ -24,8 +24,8 @@ def check_groups(groups: Sequence[int], scale: str) -> None:
     """Raise `DataError` for a group, or a batch, of one response whose standard deviation is needed.
 
     Args:
-        groups: the group's number of each sample of the step.
-        scale: group, batch or none, whose standard deviation divides the advantages.
+        groups: group number of each sample of the step.
+        scale: samples whose standard deviation divides the advantages: group, batch or none.
     """
     sizes = Counter(groups)
     single = [index for index, group in enumerate(groups) if sizes[group] == 1]
@@ -42,7 +42,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, scale: str) -> tuple[Tenso
     """Advantages relative to the mean reward of the group (Shao et al., 2024, arXiv:2402.03300, section 4.1.2).
 
     Args:
-        rewards: [N], those of a whole step.
+        rewards: [N], rewards of a whole step.
         groups: [N] int64, numbered from 0 without a gap.
         scale: group or batch divide by the unbiased standard deviation of the group or of the step, plus 1e-4; none
             does not (Liu et al., 2025, arXiv:2503.20783).

@@ -1,8 +1,8 @@
 """Losses of policy optimization: pure functions of tensors, one value for each token or sequence.
 
 Names, formulas and conventions are those of trl 1.16.0 (`trl/trainer/grpo_trainer.py`) unless a docstring states
-another. A ratio is the policy's probability of a token divided by that of the policy that the update started from; of a
-sequence, the geometric mean over its tokens. Ratios, advantages and log-probabilities have one shape.
+another. A ratio is the policy's probability of a token divided by that of the policy that the update started from; the
+ratio of a sequence is the geometric mean over its tokens. Ratios, advantages and log-probabilities have one shape.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 LARGEST_LOG_RATIO = 20.0
-"""Clamp of the log-ratio of a `kl_clamp`, from verl and NeMo-RL."""
+"""Clamp of the log-ratio with `kl_clamp`, from verl and NeMo-RL."""
 LARGEST_KL = 10.0
-"""Clamp of the estimate of a `kl_clamp`, from verl and NeMo-RL."""
+"""Clamp of the estimate with `kl_clamp`, from verl and NeMo-RL."""
 
 
 def clipped(
@@ -55,7 +55,7 @@ def kl_estimates(log_probs: Tensor, reference: Tensor, estimator: str, clamp: bo
 
     Args:
         estimator: k1, log p - log p_ref; k2, half its square; k3, exp(log p_ref - log p) - 1 - (log p_ref - log p).
-        clamp: of k3 as in verl and NeMo-RL: the log-ratio to [-20, 20], then the estimate to [-10, 10].
+        clamp: clamp k3 as in verl and NeMo-RL: the log-ratio to [-20, 20], then the estimate to [-10, 10].
     """
     difference = reference - log_probs
     if estimator == "k1":
@@ -87,7 +87,7 @@ def rollout_weights(log_ratios: Tensor, rule: str, lowest: float | None, highest
 
 
 def highest_values(values: Tensor, counted: Tensor, share: float) -> Tensor:
-    """Where `values` are at least their quantile 1 - `share`, interpolated linearly, over those that are counted (Wang
+    """Mask of the values that are at least the quantile 1 - `share` of the counted values, interpolated linearly (Wang
     et al., 2025, arXiv:2506.01939); bool, False where not counted."""
     sorted_values = values[counted].sort().values
     if not len(sorted_values):

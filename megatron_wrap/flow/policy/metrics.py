@@ -20,23 +20,23 @@ class PolicyTerms:
     """Values of a micro-batch that the losses use: [B, S/cp], or [1, S/cp] if packed, unless noted."""
 
     log_probs: Tensor
-    """Of the policy; 0 where there is no loss."""
+    """Log-probabilities of the policy; 0 where there is no loss."""
     old: Tensor
-    """Of the policy that the update started from."""
+    """Log-probabilities of the policy that the update started from; 0 where there is no loss."""
     ratios: Tensor
     advantages: Tensor
     lengths: Tensor
-    """[B], tokens with a loss."""
+    """Number of tokens with a loss of each sequence, [B]."""
     by_sequence: bool
-    """The ratios of a sequence's tokens are equal."""
+    """Whether the ratios of a sequence's tokens are equal."""
 
 
 def clip_metrics(
     flow: MegatronWrapTrainingFlowBase, terms: PolicyTerms, loss_inputs: Mapping[str, Tensor]
 ) -> dict[str, Metric]:
     """Shares of clipped tokens, or of clipped sequences if their ratios are equal: `clip_ratio/low_mean` (below the
-    range with a negative advantage), `high_mean` (above it with a positive one), `region_mean` (both), the smallest and
-    the largest share of a sequence; of cispo `cispo_clip_ratio`."""
+    range with a negative advantage), `high_mean` (above it with a positive one), `region_mean` (both), and the smallest
+    and the largest share of a sequence; for cispo `cispo_clip_ratio`."""
     config, mask = flow.flow_config, loss_inputs["loss_mask"]
     low, high = config.clip_range
     ratios = terms.ratios.detach()
@@ -82,8 +82,9 @@ def completion_metrics(flow: MegatronWrapTrainingFlowBase, loss_inputs: Mapping[
 
 
 def reward_metrics(flow: MegatronWrapTrainingFlowBase, loss_inputs: Mapping[str, Tensor]) -> dict[str, Metric]:
-    """Mean and unbiased standard deviation of the step's rewards, and the share of its samples whose rewards have none:
-    in their group, or in the step with `scale_rewards: batch`. Nothing without rewards and groups."""
+    """Mean and unbiased standard deviation of the step's rewards, and the share of its samples whose rewards have
+    standard deviation 0 in their group, or in the step with `scale_rewards: batch`. Nothing without rewards and
+    groups."""
     if "step_reward" not in loss_inputs:
         return {}
     ones = torch.ones_like(loss_inputs["response_lengths"])
@@ -97,7 +98,7 @@ def rollout_metrics(
     loss_inputs: Mapping[str, Tensor],
     weights: Tensor | None,
 ) -> dict[str, Metric]:
-    """Absolute difference of the log-probabilities at the start of the update and of the rollout, where those are
+    """Absolute difference of the log-probabilities at the start of the update and of the rollout, where the latter are
     known; with a rollout correction also the weights (of sequences, if they have one weight each)."""
     if ROLLOUT not in loss_inputs:
         return {}

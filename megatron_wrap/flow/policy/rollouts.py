@@ -27,10 +27,10 @@ _FORMATS = (
 
 @dataclass(frozen=True)
 class RolloutFacts:
-    """Facts of a sample that the advantages of a step depend on."""
+    """Metadata of a sample that the advantages of a step depend on."""
 
     keys: frozenset[str]
-    """Those of OPTIONAL_KEYS that the sample contains."""
+    """Keys of OPTIONAL_KEYS that the sample contains."""
     reward: float | None
     group: int | str | None
 
@@ -45,13 +45,13 @@ class Rollout:
     rollout's log-probability that is not known."""
     reward: float | None
     group: int | str | None
-    """The group's name."""
+    """Name of the group; None: the sample has none."""
     truncated: bool
-    """The response has no end."""
+    """Whether the response has no end."""
 
     @property
     def facts(self) -> RolloutFacts:
-        """Facts that the advantages of a step depend on."""
+        """Metadata that the advantages of a step depend on."""
         of_sample = {REWARD: self.reward, GROUP: self.group}
         keys = frozenset(self.per_token) | {key for key, value in of_sample.items() if value is not None}
         return RolloutFacts(keys, self.reward, self.group)
@@ -115,7 +115,7 @@ def encode_rollout(
 
 
 def common_keys(facts: Sequence[RolloutFacts]) -> frozenset[str]:
-    """Those of OPTIONAL_KEYS that all samples of the step contain.
+    """Keys of OPTIONAL_KEYS that all samples of the step contain.
 
     Raises:
         DataError: a sample has other keys than the first sample.

@@ -81,7 +81,7 @@ class MegatronWrapGPTModelPairFlow(MegatronWrapGPTModelTextFlow):
         context-parallel rank.
 
         Args:
-            log_probs: from `label_log_probs`.
+            log_probs: result of `label_log_probs`.
         """
         chosen, rejected = self.sum_per_sequence(log_probs * loss_inputs["loss_mask"], loss_inputs).chunk(2)
         return chosen, rejected
@@ -118,7 +118,7 @@ def rewards_and_log_probs(
 
 
 def label_log_probs(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
-    """[B, S/cp] log-probabilities of the labels; 0 where `counted` is 0, so that inf there has no effect."""
+    """Log-probabilities of the labels, [B, S/cp]; 0 where `counted` is 0, so that inf there has no effect."""
     return torch.where(counted != 0, token_log_probs(logits, labels), 0.0)
 
 
@@ -133,5 +133,5 @@ def label_log_probs_and_entropy(
 
 
 def weighted(values: Tensor, weights: Tensor) -> Tensor:
-    """[B] values times their weights; of weight 0 also inf and nan are 0."""
+    """Values [B] times their weights; 0 where the weight is 0, also for inf and nan."""
     return torch.where(weights != 0, values * weights, torch.zeros_like(values))

@@ -26,12 +26,12 @@ class PairTerms:
     """Values of B pairs that the losses use; tensors [B]."""
 
     chosen_ratios: Tensor
-    """Log-ratios."""
+    """Log-ratios of the chosen answers."""
     rejected_ratios: Tensor
     chosen_scores: Tensor
     rejected_scores: Tensor
     chosen_lengths: Tensor
-    """Tokens of the answer with a loss, at least 1."""
+    """Number of tokens of the chosen answer with a loss, at least 1."""
     rejected_lengths: Tensor
     beta: float
     label_smoothing: float
@@ -60,7 +60,7 @@ def sigmoid(terms: PairTerms) -> Tensor:
 
 
 def sigmoid_norm(terms: PairTerms) -> Tensor:
-    """The same on scores per token (trl's `sigmoid_norm`), without label smoothing."""
+    """DPO on scores per token (trl's `sigmoid_norm`), without label smoothing."""
     return -logsigmoid(terms.beta * terms.mean_margins)
 
 
@@ -183,7 +183,7 @@ def divergence_scores(log_ratios: Tensor, divergence: str, alpha: float) -> Tens
 
     Args:
         divergence: reverse_kl, forward_kl, js_divergence or alpha_divergence.
-        alpha: of the alpha-divergence; at 1 it is the reverse KL.
+        alpha: parameter of the alpha-divergence; 1 gives the reverse KL.
     """
     if divergence == "forward_kl":
         return 1 - torch.exp(-log_ratios)
@@ -195,7 +195,7 @@ def divergence_scores(log_ratios: Tensor, divergence: str, alpha: float) -> Tens
 
 
 def partners(values: Tensor, others: Tensor, weights: Tensor) -> Tensor:
-    """[N]: for each value, the index in `others` of the value with the same rank, in ascending sorts of both over the
+    """For each value, the index in `others` of the value with the same rank, [N], in ascending sorts of both over the
     step. Values of weight 0 are the last of both sorts; equal values are in the order of the batch."""
     order, order_of_others = (
         torch.where(weights != 0, unsorted, torch.inf).sort(stable=True).indices for unsorted in (values, others)

@@ -46,7 +46,7 @@ class ReferenceFreeFlow(MegatronWrapGPTModelPairFlow):
         }
 
     def likelihood_mask(self, model_forward_inputs: Mapping[str, Tensor], loss_inputs: Mapping[str, Tensor]) -> Tensor:
-        """[2B, S]: 1 on the tokens that count in the likelihood term, here the answers."""
+        """Mask of the tokens that count in the likelihood term, here the answers, [2B, S]."""
         return loss_inputs["loss_mask"]
 
     def get_fields_and_seqdims(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ ENCODED = "encoded"
 
 
 class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
-    """Its keys define how sequences are padded and truncated."""
+    """Base of flows on tokenized text, with keys for padding and truncation."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MegatronWrapFlowConfig):
@@ -64,7 +64,7 @@ class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
         return {**sample, ENCODED: encoded}
 
     def get_sample_lengths(self, sample: Mapping[str, Any]) -> list[int]:
-        """That of each sequence, see `length_of`."""
+        """Length of each sequence, see `length_of`."""
         return [self.length_of(tokens) for tokens in _sequences(self._encoded(sample))]
 
     def check_length(self, tokens: ChatTokens) -> None:

@@ -42,7 +42,7 @@ from megatron_wrap.nn.experts.lora import ExpertAdapter
 ParallelKind = Literal["column", "row", "replicated"]
 
 TRAINED = "default"
-"""Name of the adapter that is trained; peft's."""
+"""Name of the trained adapter, as in peft."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class AdaptedModule:
     """One module of Hugging Face's model that is adapted, a part of a linear layer of ours."""
 
     name: str
-    """Key of its factors, such as q_proj."""
+    """Key of the module's factors, such as q_proj."""
     rank: int
     scale: float
-    """The product of the factors is multiplied by it."""
+    """Factor of the product B A."""
     parts: tuple[Tensor, ...]
-    """Of B's rows on this rank, the rows of the base's local weight that they are added to, int64 [rows]; several parts
-    where the base's shard is a concatenation of slices (gate and up), each with a B of its own."""
+    """Row indices in the base's local weight to which the rows of B on this rank are added, int64 [rows] for each part.
+    There are several parts, each with its own B, where the base's shard is a concatenation of slices (gate and up)."""
 
     @property
     def b_names(self) -> tuple[str, ...]:
-        """Names of its B, one for each part."""
+        """Names of the module's B factors, one for each part."""
         if len(self.parts) == 1:
             return (self.name,)
         return tuple(f"{self.name}_{number}" for number in range(len(self.parts)))
@@ -69,9 +69,9 @@ class AdaptedModule:
 class LinearAdapter(torch.nn.Module):
     """The adapters of the modules of one linear layer; its factors are the parameters `lora_A_NAME` and `lora_B_NAME`.
 
-    Several modules of a fused layer are computed as one product: their A stacked, their B in the rows of the
-    base that belong to each. The factors are the adapter's own parameters, not those of a submodule: before a module's
-    forward pass Megatron-Core waits for the gathering of the module's own ones (overlap_param_gather).
+    The modules of a fused layer are computed together: their A are stacked, and each B has its own rows of the base.
+    The factors are parameters of the adapter itself, not of a submodule: before a module's forward pass, Megatron-Core
+    waits until the module's own parameters are gathered (overlap_param_gather).
 
     With `dora` the norm of each adapted row is trained as well, the parameter `lora_magnitude_NAME` (DoRA, Liu et al.,
     arXiv:2402.09353, equation 5); no gradient flows through the norm that it replaces (section 4.3).
@@ -129,7 +129,7 @@ class LinearAdapter(torch.nn.Module):
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """Beginnings of the names of factors, in the order in which they are stacked."""
+        """Prefixes of the factors' names, in stacking order."""
         return ("lora", "initial") if self.decomposed else ("lora",)
 
     def _add_factor(self, name: str, values: Tensor) -> None:
@@ -140,7 +140,8 @@ class LinearAdapter(torch.nn.Module):
         self.register_parameter(name, parameter)
 
     def keep_as(self, name: str) -> None:
-        """Become a frozen adapter of this name, switched off: its factors are no parameters, and not in checkpoints."""
+        """Turn this into a frozen adapter called `name`, switched off. Its factors become buffers outside of
+        checkpoints."""
         self.adapter_name, self.enabled, self.dropout = name, False, 0.0
         for factor, parameter in list(self.named_parameters(recurse=False)):
             delattr(self, factor)
@@ -153,21 +154,21 @@ class LinearAdapter(torch.nn.Module):
         return sharded.get((self.kind, factor.split("_")[1]))
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs for the base, and their product with A, [..., sum of ranks], for `add_to`, which may follow: what
-        the adapter waits for before its forward pass holds for both."""
+        """The inputs for the base, and their product with A, [..., sum of ranks], for `add_to`. That call needs no wait
+        of its own: all factors are gathered before this forward pass."""
         if not inputs.requires_grad or (self.training and self.dropout):
             return inputs, self._times_a(inputs)
-        # the gradient of the inputs is that of one function
+        # one function, so that its backward pass adds up both gradients of the inputs
         both: tuple[Tensor, Tensor] = InputProduct.apply(inputs, self._stacked_a())  # type: ignore[no-untyped-call]
         return both
 
     def add_to(self, output: Tensor, product: Tensor, bias: Tensor | None) -> Tensor:
-        """The base's output with what the adapters add to it, in the same parallel state.
+        """The sum of the outputs of the base and of the adapters, in the base's parallel state.
 
         Args:
-            output: of the base; it is overwritten.
-            product: of `forward`.
-            bias: of the base, if its output contains it.
+            output: the base's output; it is overwritten.
+            product: second result of `forward`.
+            bias: the base's bias, if `output` contains it.
         """
         if self.kind == "column":
             if self.sequence_parallel:
@@ -192,8 +193,8 @@ class LinearAdapter(torch.nn.Module):
         return factor
 
     def delta(self) -> Tensor:
-        """What a merge adds to the base's weight [outputs, inputs] on this rank, in fp32: the scaled products B A; with
-        `dora` rows are also scaled, which is collective over tensor-parallel ranks."""
+        """Merged weight minus the base's weight, fp32 [outputs, inputs] on this rank: the scaled products B A. With
+        `dora` rows are also scaled, and the call is collective over tensor-parallel ranks."""
         product = self._whole_b(torch.float32) @ self._stacked_a().float()
         if not self.dora:
             return product
@@ -237,15 +238,16 @@ class LinearAdapter(torch.nn.Module):
         return weight.detach()
 
     def _stacked_a(self) -> Tensor:
-        """A of all modules, [sum of ranks, inputs]."""
+        """The stacked A of all modules, [sum of ranks, inputs]."""
         factors = [self._factor(f"{kind}_A_{module.name}") for module in self.modules_of for kind in self._kinds]
         return factors[0] if len(factors) == 1 else torch.cat(factors)
 
     def _times_a(self, inputs: Tensor) -> Tensor:
-        """[..., sum of ranks]; each module has a dropout of its own, as in peft, and none of initial factors."""
+        """The inputs times the stacked A, [..., sum of ranks]. Each module has its own dropout, as in peft; initial
+        factors have none."""
         if not (self.training and self.dropout):
             return torch.nn.functional.linear(inputs, self._stacked_a())
-        # inputs that differ between tensor-parallel ranks take random numbers that differ, others the same ones
+        # random numbers differ between tensor-parallel ranks if the inputs do
         differs = self.kind == "row" or self.sequence_parallel
         with get_cuda_rng_tracker().fork() if differs else contextlib.nullcontext():
             dropped = [torch.nn.functional.dropout(inputs, self.dropout) for _ in self.modules_of]
@@ -268,7 +270,7 @@ class LinearAdapter(torch.nn.Module):
         return parts, factors
 
     def _whole_b(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[outputs, sum of ranks]: each module's scaled B in its rows and columns, zero elsewhere."""
+        """B of all modules, [outputs, sum of ranks]: each scaled B in its rows and columns, zero elsewhere."""
         parts, factors = self._parts_of_b()
         rank = sum(module.rank for module in self.modules_of) * len(self._kinds)
         return assembled(parts, [factor.to(dtype or factor.dtype) for factor in factors], self._outputs, rank)
@@ -331,8 +333,8 @@ def adapters_by_weight(model: torch.nn.Module) -> dict[int, LinearAdapter | Expe
 
 @contextlib.contextmanager
 def only_adapter(chunks: Sequence[torch.nn.Module], name: str | None) -> Iterator[None]:
-    """Within the context the model computes with the adapter of this name, or without any; the parameters must be
-    synchronized. Parameters that are trained whole belong to `TRAINED`."""
+    """Within the context the model computes with the adapter called `name`, or without adapter if `name` is None; the
+    parameters must be synchronized. Parameters that are trained whole belong to `TRAINED`."""
     adapters = [*adapters_of(chunks), *token_rows_of(chunks)]
     before = [adapter.enabled for adapter in adapters]
     for adapter in adapters:

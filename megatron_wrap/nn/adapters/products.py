@@ -1,9 +1,8 @@
-"""Products of low-rank adapters that pass over large tensors as few times as they can.
+"""Matmuls of low-rank adapters with as few passes over large tensors as possible.
 
-An adapter's arithmetic is small, and its time is that of reading and writing activations. With all linear layers of
-Llama 3.1 8B, the sums of base and adapter as operations of their own would move 2.3 GB more for each layer and 8,192
-tokens, where the adapters move 4.6 GB without them. So what is added to a tensor is accumulated by the product itself
-(`beta` of cuBLAS), in memory that no one else reads.
+An adapter has little arithmetic; its time goes into reading and writing activations. Adapters of all linear layers of
+Llama 3.1 8B move 4.6 GB for each layer and 8,192 tokens; separate additions of base and adapter would move another 2.3
+GB. So the matmul itself accumulates into the tensor (`beta` of cuBLAS), in memory that no other code reads.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from torch import Tensor
 
 
 class InputProduct(torch.autograd.Function):
-    """(inputs, inputs A^T) -> the inputs for the base, and the adapter's product.
+    """(inputs, A) -> the inputs for the base, and the adapter's product inputs A^T.
 
-    Its backward pass adds the adapter's gradient of the inputs to the base's in that one's memory, which is that of the
-    base's own product: only the base may consume the first result.
+    Its backward pass adds the adapter's gradient of the inputs to the base's in place. That memory is the result of the
+    base's own matmul, so only the base may consume the first result.
 
     Args of `apply`: inputs [..., I], A [R, I].
     """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Both results."""
+        """The inputs, and inputs A^T."""
         ctx.save_for_backward(inputs.flatten(0, -2), a)
         return inputs, torch.nn.functional.linear(inputs, a)
 
@@ -42,10 +41,10 @@ class InputProduct(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A matrix B [rows, R_i] in the matrix of a fused layer [outputs, R]."""
+    """Position of a matrix B [rows, R_i] in the matrix [outputs, R] of a fused layer."""
 
     rows: Tensor
-    """int64 [rows], of the fused matrix."""
+    """Row indices in the fused matrix, int64 [rows]."""
     columns: slice
     scale: float
 
@@ -54,8 +53,8 @@ class OutputProduct(torch.autograd.Function):
     """output + product B^T, in the memory of `output`, where B has each scaled part in its rows and columns and is zero
     elsewhere.
 
-    Nothing may have kept `output` for its backward pass: it is the new result of a linear layer, which needs its inputs
-    alone.
+    No backward pass may have saved `output`. This holds for the new result of a linear layer, whose backward pass needs
+    only its inputs.
 
     Args of `apply`: output [..., O], product [..., R], the parts, and the matrix of each.
     """
@@ -64,7 +63,7 @@ class OutputProduct(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, output: Tensor, product: Tensor, parts: Sequence[LayerPart], *matrices: Tensor
     ) -> Tensor:
-        """The sum."""
+        """The sum, in the memory of `output`."""
         whole = assembled(parts, matrices, output.shape[-1], product.shape[-1])
         rows = product.flatten(0, -2)
         ctx.save_for_backward(rows, whole)
@@ -87,7 +86,7 @@ class OutputProduct(torch.autograd.Function):
 
 
 def assembled(parts: Sequence[LayerPart], matrices: Sequence[Tensor], outputs: int, rank: int) -> Tensor:
-    """[outputs, rank]: each scaled matrix in its rows and columns, zero elsewhere; differentiable."""
+    """The fused matrix [outputs, rank]: each scaled matrix in its rows and columns, zero elsewhere; differentiable."""
     (first, *_), (matrix, *_) = parts, matrices
     if len(parts) == 1 and tuple(matrix.shape) == (outputs, rank):  # such a part has all rows in their order
         return matrix * first.scale

@@ -1,10 +1,10 @@
 """Rows of the vocabulary that are trained while embedding and output layer are frozen (peft's trainable_token_indices).
 
 The trained rows [N, hidden_size] are one parameter, whole on every tensor-parallel rank. They replace rows of the
-embedding's output and columns of the logits; no weight changes, so switching them off is bitwise the base. A model with
-tied weights has one parameter for both, or one each on the first and the last pipeline stage, whose gradients are added
-up after the backward pass (`engine/setup/token_rows.py`).
-Import this module only after the platform is installed.
+embedding's output and columns of the logits; no weight changes, so the model without them is bitwise the base. A model
+with tied weights has one parameter for both, or one each on the first and the last pipeline stage, whose gradients are
+added up after the backward pass (`engine/setup/token_rows.py`). Import this module only after the platform is
+installed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class TokenRows(torch.nn.Module):
     """The trained rows of one vocabulary-parallel weight [V/tp, hidden_size].
 
     Args:
-        weight: of the embedding or the output layer, on this rank.
-        indices: global, in the order of peft's file.
-        rank: of this process among the tensor-parallel ones.
-        sequence_parallel: a rank sees a part of the tokens, and Megatron-Core adds up the ranks' gradients.
-        adapter_name: of the adapter that the rows belong to.
-        is_copy: it is the last stage's copy of the first stage's rows.
+        weight: local weight of the embedding or the output layer.
+        indices: global ids of the trained rows, in the order of peft's file.
+        rank: tensor-parallel rank of this process.
+        sequence_parallel: whether a rank has a part of the tokens; Megatron-Core then adds up the ranks' gradients.
+        adapter_name: name of the adapter that the rows belong to.
+        is_copy: whether this is the last stage's copy of the first stage's rows.
     """
 
     row_of_token: Tensor
-    """int64 [largest index + 1], of each token the index of its row, or -1."""
+    """Index of each token's trained row, or -1, int64 [largest index + 1]."""
     owned: Tensor
-    """int64, indices of the rows that are on this rank."""
+    """Indices of the trained rows that are on this rank, int64."""
     local: Tensor
-    """int64, their indices in the local weight."""
+    """Indices of the `owned` rows in the local weight, int64."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class TokenRows(torch.nn.Module):
         return whole.clone()
 
     def forward(self) -> Tensor:
-        """The rows; what a module waits for before its forward pass holds for them."""
+        """The trained rows. Megatron-Core waits until they are gathered, as before the forward pass of any module."""
         return self.get_parameter(ROWS)
 
     def beside_embedding(self, embedding: torch.nn.Module) -> None:
@@ -100,7 +100,8 @@ class TokenRows(torch.nn.Module):
         return result
 
     def _after_embedding(self, embedding: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Of output [B, S, H], or with `reduce_scatter_embeddings` this rank's part [S/tp, B, H]."""
+        """The embedding's output with trained rows: [B, S, H], or with `reduce_scatter_embeddings` this rank's part
+        [S/tp, B, H]."""
         if not self.enabled:
             return output
         ids, rows = inputs[0], self()

@@ -1,5 +1,5 @@
-"""Parameters that are trained whole beside adapters (peft's modules_to_save). The parameter is the trained copy; the
-original is kept, for checkpoints with the base and for the model without its adapter."""
+"""Parameters that are trained whole in addition to adapters (peft's modules_to_save). The parameter is the trained
+copy; the original is kept, for checkpoints with the base and for the model without its adapter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TrainedCopy:
 
     parameter: torch.nn.Parameter
     original: Tensor
-    """Its value in the base, of the same shape and dtype."""
+    """Value in the base, in the parameter's shape and dtype."""
 
 
 class TrainedCopies(torch.nn.Module):

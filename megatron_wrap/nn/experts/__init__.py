@@ -1,1 +1,1 @@
-"""Mixtures of experts: the router, the order of rows by expert, and the experts' products."""
+"""Mixtures of experts: the router, the order of rows by expert, and the experts' matmuls."""

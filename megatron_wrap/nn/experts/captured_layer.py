@@ -1,4 +1,4 @@
-"""A transformer layer with experts, of which the part before the exchange of tokens is a CUDA graph."""
+"""A transformer layer with experts, whose part before the exchange of tokens is a CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from megatron_wrap.nn.experts.layer import GroupedMoELayer
 
 
 class PartlyCapturedLayer(MoETransformerLayer):
-    """A layer of which attention, norms, router and the order of the tokens to be sent are one CUDA graph in training
-    (`cuda_graph_impl: local`). How many tokens a process receives is known only during the pass, so what follows is
-    not captured. With expert parallelism the host waits for these numbers in each layer, and without the graph it may
-    not have queued the next layer's attention and router, operation by operation, before the device needs them.
+    """A layer whose attention, norms, router and order of the tokens to be sent are one CUDA graph in training
+    (`cuda_graph_impl: local`). The rest is not captured, because the number of tokens that a process receives is known
+    only during the pass.
+
+    With expert parallelism the host waits for these numbers in each layer. Without the graph, it then queues the next
+    layer's attention and router one operation at a time, possibly later than the device needs them.
 
     Arguments: those of `TransformerLayer`, with a spec whose MLP is a `GroupedMoELayer` that sorts on the device.
     """
 
     mlp: GroupedMoELayer
     is_captured_in_parts = True
-    """See `platform/megatron_core/graphs.py`."""
+    """Whether a CUDA graph captures only a part of the layer, see `platform/megatron_core/graphs.py`."""
 
     def create_mcore_cudagraph_manager(self, config: Any) -> None:
         """See `GraphableMegatronModule`; Megatron-Core calls it in the constructor."""

@@ -1,9 +1,9 @@
-"""Brings tokens to the processes of their experts and back, with rows that are sorted on the device.
+"""Sends tokens to the processes of their experts and back, with rows that are sorted on the device.
 
 Replaces Megatron-Core's all-to-all dispatcher, which waits for the GPU in each layer even if all experts are on one
 process, sends a row for each expert of a token, and splits and joins one chunk of rows for each expert and sender. Here
-a process is sent each token once, whatever the number of its experts that process the token; nothing waits if neither
-experts nor tokens are distributed, else one wait for the sizes of the exchange is left.
+a process receives each token once, however many of its experts process the token. The host waits once, for the sizes of
+the exchange, and not at all if neither experts nor tokens are distributed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def graph_ends_before_exchange(config: Any) -> bool:
 
 
 class SortingDispatcher(MoEAlltoAllTokenDispatcher):
-    """See `MoEAlltoAllTokenDispatcher` for the arguments.
+    """Sorts rows on the device; see `MoEAlltoAllTokenDispatcher` for the arguments.
 
     One forward pass calls, in this order, `dispatch_preprocess`, `token_dispatch`, `dispatch_postprocess`,
     `combine_preprocess`, `token_combine` and `combine_postprocess`. T is the number of this process's tokens, R the
@@ -49,16 +49,16 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     sent: RowOrder
-    """Of this process's tokens by the process to which they are sent."""
+    """Order of this process's tokens by receiving process."""
     order: RowOrder
-    """Of the tokens that are here by local expert."""
+    """Order of the tokens on this process by local expert."""
     sizes: _ExchangeSizes | None = None
-    """None: nothing is exchanged."""
+    """Sizes of the exchange; None: nothing is exchanged."""
     _counts: Tensor
-    """Of `sizes`, on the device."""
+    """Argument of `sizes`, on the device."""
     _deferred: DeferredGradient | None = None
     _waits: Sequence[Callable[[], object]] = ()
-    """For the weights, then for the tokens of an exchange."""
+    """Functions that wait for the weights, then for the tokens, of a running exchange; empty without one."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [T, H] of the hidden states [..., H], and the weights [T, experts] of their experts. Nothing waits for
@@ -78,15 +78,15 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
 
     @property
     def prepared(self) -> tuple[Tensor, ...]:
-        """What `dispatch_preprocess` has left for the phases that follow."""
+        """Tensors that `dispatch_preprocess` leaves for the following phases."""
         return (self.routing_map, self._counts, *self.sent) if self._exchanges else (self.routing_map,)
 
     def continue_with(self, prepared: Sequence[Tensor], hidden_shape: torch.Size) -> None:
         """Continue after a `dispatch_preprocess` that a CUDA graph has replayed.
 
         Args:
-            prepared: its `prepared`.
-            hidden_shape: of its hidden states.
+            prepared: value of `prepared` after that call.
+            hidden_shape: shape of its hidden states.
         """
         self.hidden_shape, self.routing_map = hidden_shape, prepared[0]
         if self._exchanges:
@@ -101,8 +101,9 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         self._deferred = deferred
 
     def token_dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens that local experts process, and their weights [tokens, L] at these, if they are exchanged negative
-        where an expert does not process a token; then nothing but `dispatch_postprocess` may read them."""
+        """The tokens that local experts process, and their weights [tokens, L] for these experts. After an exchange,
+        weights are negative where an expert does not process a token, and only `dispatch_postprocess` may read the
+        results."""
         if not self._exchanges:
             return tokens, weights
         self.sizes = _ExchangeSizes(self._counts, self.ep_group.rank(), self.tp_rank, self.tp_size)
@@ -113,7 +114,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         return received[1], received[0]
 
     def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, RowEnds, Tensor]:
-        """Rows [R, H] of the local experts sorted by expert, where those of each end, and the weights [R]."""
+        """Rows [R, H] of the local experts sorted by expert, the ends of each expert's rows, and the weights [R]."""
         members, topk = self.routing_map, self.config.moe_router_topk
         rows = members.shape[0] * topk
         waits, self._waits = self._waits, ()
@@ -129,7 +130,7 @@ class SortingDispatcher(MoEAlltoAllTokenDispatcher):
         return of_rows, RowEnds(self.order.ends), weights_of_rows
 
     def _of_tensor_ranks(self, received: Tensor, sizes: _ExchangeSizes) -> Tensor:
-        """What all processes that share the local experts have received."""
+        """Rows received by all processes that share the local experts, concatenated."""
         if self.tp_size == 1:
             return received
         gathered: Tensor = gather_from_sequence_parallel_region(
@@ -167,9 +168,9 @@ class _ExchangeSizes:
     Args:
         counts: int32 on the device, for each expert-parallel rank, then tensor-parallel rank [3, expert-parallel
             processes]: `RowOrder.totals` of the tokens that it sends.
-        expert_rank: of this process.
-        tensor_rank: of this process.
-        tensor_size: the processes that share the local experts.
+        expert_rank: expert-parallel rank of this process.
+        tensor_rank: rank of this process among those that share the local experts.
+        tensor_size: number of processes that share the local experts.
     """
 
     def __init__(self, counts: Tensor, expert_rank: int, tensor_rank: int, tensor_size: int) -> None:
@@ -178,13 +179,13 @@ class _ExchangeSizes:
 
     @functools.cached_property
     def _counts(self) -> Tensor:
-        """[expert-parallel rank, tensor-parallel rank, 3, receiving expert-parallel rank]."""
+        """Totals of all ranks, [expert-parallel rank, tensor-parallel rank, 3, receiving expert-parallel rank]."""
         counts = self._wait()
         return counts.view(-1, self._tensor_size, 3, counts.shape[1])
 
     @functools.cached_property
     def _received(self) -> list[list[list[int]]]:
-        """[expert-parallel rank][tensor-parallel rank]: tokens that it sends to this expert-parallel rank, and their
+        """Tokens that each [expert-parallel rank][tensor-parallel rank] sends to this expert-parallel rank, and their
         rows there."""
         received: list[list[list[int]]] = self._counts[:, :, 1:, self._expert_rank].tolist()
         return received
@@ -197,7 +198,7 @@ class _ExchangeSizes:
 
     @functools.cached_property
     def receive(self) -> list[int]:
-        """Tokens received from each."""
+        """Tokens received from each expert-parallel process."""
         return [ranks[self._tensor_rank][0] for ranks in self._received]
 
     @functools.cached_property

@@ -19,17 +19,17 @@ def exchange_rows(
     send: list[int],
     deferred: DeferredGradient | None = None,
 ) -> tuple[tuple[Tensor, ...], list[Callable[[], object]]]:
-    """Begin to exchange rows, one tensor after the other: for each of them those [sum(receive), ...] that the processes
-    of the group send to this one, and for each a function that must be called before they are used.
+    """Begin to exchange rows, one tensor after the other. Returns for each tensor the rows [sum(receive), ...] that the
+    processes of the group send to this one, and a function that must be called before they are used.
 
     Args:
         tensors: at least [sum(send), ...] each, sorted by receiver; further rows are not sent, and their gradients are
             undefined.
         group: process group.
         receive: rows from each process of the group.
-        send: rows to each.
-        deferred: a gradient that the backward pass computes while it sends the rows' gradients back. The product whose
-            gradient it is must follow the exchange.
+        send: rows to each process of the group.
+        deferred: a gradient that the backward pass computes while it sends the rows' gradients back. The matmul that it
+            belongs to must follow the exchange.
     """
     waits: list[Callable[[], object]] = []
     weight = None if deferred is None else deferred.weight

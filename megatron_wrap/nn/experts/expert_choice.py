@@ -1,4 +1,4 @@
-"""Which experts a router selects: those of highest score, or those that were recorded."""
+"""Selection of experts in a router: those of highest score, or those that were recorded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 class ExpertChoice:
     """Selects the top-k experts of each token. It has the interface of Megatron-Core's `RouterReplay`, the hook of
-    `topk_routing_with_score_function` for a different selection. In contrast to it, a replayed selection is that of the
-    micro-batch also if the layer is computed again in the backward pass, on every pipeline schedule.
+    `topk_routing_with_score_function` for a different selection. Unlike there, a layer that is computed again in the
+    backward pass replays the selection of its own micro-batch, on every pipeline schedule.
 
     Args:
-        group_score_experts: as that of `Router`.
+        group_score_experts: see `Router`.
     """
 
     def __init__(self, group_score_experts: int | None = None) -> None:
@@ -25,19 +25,19 @@ class ExpertChoice:
         self._records = False
         self._of_backward: deque[Tensor | None] = deque()
         self.recorded: Tensor | None = None
-        """int64 [tokens, topk] of the last pass that recorded."""
+        """Experts selected in the last pass that recorded, int64 [tokens, topk]; None: there was none."""
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a selection may be another than that of the highest scores, or is recorded."""
+        """Whether a selection may be recorded, or differ from that of the highest scores."""
         return self._in_pass or bool(self._of_backward)
 
     def begin_pass(self, replayed: Tensor | None, records: bool) -> None:
         """Begin the forward pass of a micro-batch.
 
         Args:
-            replayed: integers [tokens, topk], the experts to select; where one is negative, the token's are selected by
-                its scores.
+            replayed: integers [tokens, topk], the experts to select; the experts of a token with a negative one are
+                selected by its scores.
             records: keep the selection as `recorded`.
         """
         self._in_pass, self._replayed, self._records = True, replayed, records
@@ -45,12 +45,12 @@ class ExpertChoice:
             self._of_backward.append(replayed)
 
     def end_pass(self) -> None:
-        """End it. Until the next one, a selection is of a layer that is computed again in the backward pass, which
-        takes the micro-batches in the order of their forward passes."""
+        """End the forward pass. Until the next one begins, selections are for layers that are computed again in the
+        backward pass, which takes the micro-batches in the order of their forward passes."""
         self._in_pass, self._replayed, self._records = False, None, False
 
     def forget(self) -> None:
-        """Drop what is kept for backward passes."""
+        """Drop the recorded selection and those kept for backward passes."""
         self._of_backward.clear()
         self.recorded = None
 

@@ -13,7 +13,7 @@ from megatron_wrap.nn.kernels.weight_gradients import can_accumulate_weight_grad
 
 
 def can_gate(hidden: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: str | None) -> bool:
-    """Whether `gate` computes these logits: fp32 ones of bf16 tensors on a GPU, without a bias."""
+    """Whether `gate` supports these tensors: fp32 logits of bf16 tensors on a GPU, without a bias."""
     halves = hidden.dtype == weight.dtype == torch.bfloat16
     return hidden.is_cuda and halves and bias is None and router_dtype == "fp32" and _multiplies(hidden.device)
 
@@ -26,8 +26,8 @@ def _multiplies(device: torch.device) -> bool:
 def gate(hidden: Tensor, weight: Tensor) -> Tensor:
     """fp32 logits [..., experts] of hidden states [..., H] and a weight [experts, H], both bf16.
 
-    The products are those of fp32: bf16 tensors are multiplied exactly and added up in fp32, and the gradient of the
-    logits is split into three bf16 tensors, whose sum it is. The hidden states are not copied to fp32.
+    Results are those of fp32 matmuls: bf16 tensors are multiplied exactly and added up in fp32, and the gradient of the
+    logits is split into three bf16 tensors that add up to it. The hidden states are not copied to fp32.
     """
     result: Tensor = _Gate.apply(hidden, weight)
     return result
@@ -54,7 +54,7 @@ class _Gate(torch.autograd.Function):
 
 
 def _split(values: Tensor) -> Tensor:
-    """bf16 [N, 3 * columns]: three tensors side by side, of 8 bits of the fp32 values' 24 each."""
+    """Three tensors side by side, bf16 [N, 3 * columns], with 8 of the fp32 values' 24 bits each."""
     if values.is_cuda and has_triton():
         from megatron_wrap.nn.kernels.router.split import split
 

@@ -1,4 +1,4 @@
-"""The experts of one process as two stacks of linear layers, each computed in one grouped product."""
+"""The experts of one process as two stacks of linear layers, each computed in one grouped matmul."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class GroupedExperts(MegatronModule):
 
         Args:
             rows: [R, H], sorted by local expert.
-            tokens_per_expert: integers [E]: rows of each local expert, on any device; or where they end.
+            tokens_per_expert: number of rows of each local expert, integers [E] on any device; or the ends of their
+                rows.
             weights: [R], the router's weight of each row.
 
         Returns:
@@ -80,7 +81,8 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Under the names and shapes of Megatron-Core's experts, so that checkpoints are exchanged with them."""
+        """Shards with the names and shapes of Megatron-Core's experts, so that both can load each other's
+        checkpoints."""
         result: dict[str, Any] = {}
         for child in ("linear_fc1", "linear_fc2"):
             linear, gated = getattr(self, child), child == "linear_fc1" and bool(self.config.gated_linear_unit)
@@ -97,7 +99,7 @@ class GroupedExperts(MegatronModule):
 
 
 class GroupedLinear(torch.nn.Module):
-    """A linear layer of each of E experts; `weight[e]` is that of expert e, as `torch.nn.Linear` has it.
+    """One linear layer for each of E experts; `weight[e]` [out, in] is that of expert e, as in `torch.nn.Linear`.
 
     Args:
         split_dim: dimension of an expert's weight that is sharded over the experts' tensor parallelism: 0 (outputs) or
@@ -127,8 +129,8 @@ class GroupedLinear(torch.nn.Module):
             set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=1, stride=1)
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
-        """[R, in] to [R, out]; `ends` as in `grouped_linear`; the bias is multiplied by `weights` [R], one for each
-        row, unless they are None."""
+        """Apply the experts' layers, [R, in] -> [R, out]; `ends` as in `grouped_linear`; the bias is multiplied by
+        `weights` [R], one for each row, unless they are None."""
         deferred, self._deferred = self._deferred, None
         outputs = grouped_linear(rows, self.weight, ends, self.accumulate, deferred)
         if self.bias is None:
@@ -138,7 +140,7 @@ class GroupedLinear(torch.nn.Module):
         return outputs + (bias if weights is None else (bias * weights.unsqueeze(-1)).to(outputs.dtype))
 
     def defer_gradient(self) -> DeferredGradient:
-        """The weight's gradient of the next forward pass, which its backward pass does not compute."""
+        """Defer the weight's gradient of the next forward pass: the backward pass of that pass does not compute it."""
         self._deferred = DeferredGradient(self.weight)
         return self._deferred
 
@@ -204,7 +206,7 @@ class _BiasOfRows(torch.autograd.Function):
 
 
 def _bias_of_rows(bias: Tensor, counts: Tensor, total: int, share: float) -> Tensor:
-    """`share` of the bias [E, out] of each row's expert, [total, out]. The gradient is that of the whole bias, which
-    each tensor-parallel process has; it is added up in fp32, in the order of the rows."""
+    """The bias [E, out] of each row's expert times `share`, [total, out]. The gradient is that of the whole bias, of
+    which each tensor-parallel process has a copy; it is added up in fp32, in the order of the rows."""
     result: Tensor = _BiasOfRows.apply(bias, counts, total, share)
     return result

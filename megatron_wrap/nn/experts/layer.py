@@ -35,8 +35,8 @@ class GroupedMoELayer(MoELayer):
             self._defers_shared_experts = self.use_shared_expert and self.token_dispatcher.ep_size > 1
 
     def until_exchange(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, ...]:
-        """The part of the forward pass in which nothing waits for the device, without shared experts: tokens [T, H],
-        the weights of their experts [T, experts], and what `SortingDispatcher.prepared` is.
+        """The first part of the forward pass, without shared experts, in which nothing waits for the device. Returns
+        tokens [T, H], the weights of their experts [T, experts], and the tensors of `SortingDispatcher.prepared`.
 
         Args:
             hidden_states: [s, b, H].
@@ -48,11 +48,11 @@ class GroupedMoELayer(MoELayer):
         return tokens, weights, *self.token_dispatcher.prepared
 
     def from_exchange_on(self, prepared: Sequence[Tensor], shape: torch.Size) -> tuple[Tensor, None]:
-        """The other part of the forward pass: the output [s, b, H], and no bias.
+        """The second part of the forward pass: the output [s, b, H], and None for the bias.
 
         Args:
-            prepared: of `until_exchange`.
-            shape: of its hidden states.
+            prepared: result of `until_exchange`.
+            shape: shape of its hidden states.
         """
         tokens, weights, *of_dispatcher = prepared
         self.token_dispatcher.continue_with(of_dispatcher, shape)

@@ -1,4 +1,4 @@
-"""One low-rank adapter for each expert, computed in two grouped products; the formula is that of peft's ParamWrapper.
+"""One low-rank adapter for each expert, computed in two grouped matmuls; the formula is that of peft's ParamWrapper.
 
 With tensor-parallel experts one factor of each expert is whole and the other is sharded as in `nn/adapters/lora.py`: A
 of the first layer and B of the second are whole. An adapter's output is in the parallel state of its base's output: a
@@ -26,8 +26,8 @@ class ExpertAdapter(torch.nn.Module):
 
     Args:
         base: the layer, whose outputs it adds to.
-        name: of the adapted tensor in Hugging Face's model, such as gate_up_proj.
-        scale: the product of the factors is multiplied by it.
+        name: name of the adapted tensor in Hugging Face's model, such as gate_up_proj.
+        scale: factor of the product B A.
         layer: index of the transformer layer in the model, for names in checkpoints.
         tensor_parallel: process group of the experts' tensor parallelism.
     """
@@ -70,7 +70,7 @@ class ExpertAdapter(torch.nn.Module):
         return grouped_linear(product, self._summed("lora_B") * self.scale, ends)
 
     def delta(self, expert: int) -> Tensor:
-        """The scaled product B A of a local expert, as its weight [out, in] on this rank, in fp32."""
+        """The scaled product B A of a local expert in the shape of its weight, fp32 [out, in] on this rank."""
         first, second = (self.get_parameter(f"{kind}_{self.name}")[expert].float() for kind in ("lora_A", "lora_B"))
         return second @ first * self.scale
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 def with_loss_gradient(activation: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
-    """`activation`, in whose backward pass `values` get a loss's gradient, times the scale of auxiliary losses that
-    Megatron-Core's schedule sets for each micro-batch: `MoEAuxLossAutoScaler` for a loss with a known derivative.
+    """Attach a loss's gradient to `activation`, which is returned. In its backward pass `values` get `gradient`, times
+    the scale of auxiliary losses that Megatron-Core's schedule sets for each micro-batch. This is
+    `MoEAuxLossAutoScaler` for a loss with a known derivative.
 
     Args:
         gradient: the derivative of the loss by `values`, in their shape.

@@ -1,4 +1,4 @@
-"""Which row of the experts' input is which token, and the movement of rows in both directions.
+"""Assignment of tokens to rows of the experts' input, and the movement of rows in both directions.
 
 On a GPU everything is computed there, in a number of kernels that does not depend on the number of experts, and nothing
 waits for it. No two values are added to one element in an order that varies, so two runs give equal bits.
@@ -18,18 +18,18 @@ class RowOrder(NamedTuple):
     """Rows of T tokens for G groups, such as experts or processes, sorted by group, then by token."""
 
     rows: Tensor
-    """int64 [T, width]: the rows of each token, in the order of their groups; then -1."""
+    """Rows of each token in the order of their groups, then -1, int64 [T, width]."""
     totals: Tensor
-    """int32 [3, G] of each group: 1 + the index of its last row, its number of rows, and of members."""
+    """1 + the index of each group's last row, its number of rows, and its number of members, int32 [3, G]."""
 
     @property
     def ends(self) -> Tensor:
-        """int32 [G]: 1 + the index of each group's last row."""
+        """1 + the index of each group's last row, int32 [G]."""
         return self.totals[0]
 
 
 def row_order(members: Tensor, groups: int, width: int) -> RowOrder:
-    """The order of rows.
+    """The order of rows by group, then by token.
 
     Args:
         members: [T, G * n], bool or the weights of members: a token has a row in a group if at least one of the group's
@@ -42,7 +42,7 @@ def row_order(members: Tensor, groups: int, width: int) -> RowOrder:
 
         return RowOrder(*order_rows(members, groups, width))
     if members.is_floating_point():
-        members = ~(members < 0)  # a weight that is not a number is one of a member, whose loss is then refused
+        members = ~(members < 0)  # NaN is a member's weight, so that the loss is refused
     by_group = members.unflatten(1, (groups, members.shape[1] // groups))
     mask = by_group.any(dim=2)
     group, token = mask.t().nonzero(as_tuple=True)
@@ -68,7 +68,7 @@ def rows_of_tokens(
 
 
 def sums_of_rows(rows: Tensor, order: RowOrder) -> Tensor:
-    """[T, H]: the sum of each token's rows, of [R, H]."""
+    """Sum of each token's rows: [R, H] -> [T, H]."""
     result: Tensor = _Sum.apply(rows, order.rows)
     return result
 
@@ -129,7 +129,7 @@ def _spread_with_weights(
 def _sum_with_weights(
     of_rows: Tensor, of_weights: Tensor, members: Tensor | None, rows: Tensor, totals: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The adjoint of `_spread_with_weights`: [T, H] and [T, G * n] of [R, H] and [R, n]."""
+    """The adjoint of `_spread_with_weights`: [R, H] and [R, n] -> [T, H] and [T, G * n]."""
     total, groups = of_rows.shape[0], totals.shape[1]
     if of_rows.is_cuda and has_triton():
         from megatron_wrap.nn.kernels.expert_rows import sum_with_weights
@@ -143,7 +143,7 @@ def _sum_with_weights(
 
 
 def _token_of_row(rows: Tensor, total: int) -> Tensor:
-    """int64 [total]: the token of each row, of the rows of each token."""
+    """Token of each row, int64 [total], from the rows of each token."""
     is_row = rows >= 0
     result = rows.new_empty(total)
     result[rows[is_row]] = is_row.nonzero()[:, 0]
@@ -151,7 +151,7 @@ def _token_of_row(rows: Tensor, total: int) -> Tensor:
 
 
 def _group_of_row(totals: Tensor, total: int) -> Tensor:
-    """int64 [total]: the group of each row."""
+    """Group of each row, int64 [total]."""
     return torch.searchsorted(totals[0], torch.arange(total, dtype=totals.dtype, device=totals.device), right=True)
 
 
@@ -165,7 +165,7 @@ def _spread_rows(tokens: Tensor, rows: Tensor, total: int) -> Tensor:
 
 
 def _sum_rows(rows: Tensor, rows_of_token: Tensor) -> Tensor:
-    """[T, H]: sums of the rows [R, H] with the indices [T, width], in the order of the indices; -1 adds nothing."""
+    """Sums [T, H] of the rows [R, H] with the indices [T, width], in the order of the indices; -1 adds nothing."""
     if rows.is_cuda and has_triton():
         from megatron_wrap.nn.kernels.expert_rows import sum_rows
 

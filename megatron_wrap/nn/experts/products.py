@@ -1,5 +1,5 @@
-"""One matrix product for the rows of all experts of a process, forward and backward: torch's grouped product, or a
-kernel of this package where that is faster."""
+"""One matmul for the rows of all experts of a process, forward and backward: torch's grouped matmul, or a kernel of
+this package where that is faster."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatron_wrap.platform.megatron_core.added_gradients import placeholder
 from megatron_wrap.platform.megatron_core.first_gradients import takes_first
 
 ALIGNMENT_BYTES = 16
-"""Of the rows of a matrix that torch's grouped product reads (aten/src/ATen/native/GroupedMMUtils.h)."""
+"""Alignment in bytes of the rows of a matrix in torch's grouped matmul (aten/src/ATen/native/GroupedMMUtils.h)."""
 
 
 class RowEnds(NamedTuple):
-    """Of rows that are sorted by expert."""
+    """Ends of the experts' rows, which are sorted by expert."""
 
     ends: Tensor
-    """int32 [E] on the device: 1 + the index of each expert's last row."""
+    """1 + the index of each expert's last row, int32 [E] on the device."""
 
 
 class DeferredGradient:
     """The gradient of a weight of `grouped_linear`, which a later step of the backward pass computes.
 
     Args:
-        weight: [E, out, in], the gradient of which is that step's to return.
+        weight: [E, out, in]; the later step returns its gradient.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -38,11 +38,12 @@ class DeferredGradient:
         self._compute: Callable[[], Tensor] | None = None
 
     def keep(self, compute: Callable[[], Tensor]) -> None:
-        """Keep the computation."""
+        """Keep the computation for `compute`."""
         self._compute = compute
 
     def compute(self) -> Tensor | None:
-        """The gradient, as the backward pass of `grouped_linear` would have returned it; None: that was not reached."""
+        """The gradient, as the backward pass of `grouped_linear` would have returned it; None: that backward pass has
+        not run."""
         compute, self._compute = self._compute, None
         return None if compute is None else compute()
 
@@ -50,7 +51,7 @@ class DeferredGradient:
 def grouped_linear(
     rows: Tensor, weight: Tensor, ends: Tensor, accumulate: bool = False, deferred: DeferredGradient | None = None
 ) -> Tensor:
-    """Linear layers without biases, each of its own rows.
+    """Apply each expert's linear layer, without bias, to the expert's rows.
 
     Args:
         rows: [R, in], sorted by expert, in fp32 or half precision.
@@ -92,7 +93,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """[R, K] times the matrix [K, N] of each row's expert in [E, K, N]: [R, N]."""
+    """Rows [R, K], each times the matrix [K, N] of its expert in [E, K, N]: [R, N]."""
     width = matrices.shape[2]
     if rows.shape[0] == 0:
         return rows.new_zeros((0, width))

@@ -42,19 +42,19 @@ class Router(TopKRouter):
         self._loss_totals: dict[str, Tensor] = {}
         self.register_buffer("load", None, persistent=False)  # the capture of a CUDA graph keeps the values of buffers
         self.load: Tensor | None
-        """fp32 [experts + 3]: this process's tokens of each expert, tokens, sum of the tokens' entropies and dropped
-        assignments since `record_load`, without padding; None: not recorded."""
+        """Counts of this process since `record_load`, without padding, fp32 [experts + 3]: tokens of each expert,
+        tokens, sum of the tokens' entropies in nats, dropped assignments; None: not recorded."""
 
     def _maintain_float32_expert_bias(self) -> None:
-        """Keep the buffers in fp32, which Megatron-Core's `Float16Module` converts to half precision, where the counts
-        of tokens would be rounded from 257 on: in contrast to `TopKRouter`, not the expert bias alone."""
+        """Keep all buffers in fp32, not only the expert bias as `TopKRouter` does. Megatron-Core's `Float16Module`
+        converts them to half precision, in which counts of tokens are rounded from 257 on."""
         for buffer in self.buffers(recurse=False):
             if buffer.dtype in (torch.bfloat16, torch.float16):
                 buffer.data = buffer.data.float()
 
     def leave_decoder(self) -> None:
-        """The router of a layer outside of the decoder: its losses have gradients, but are not among the metrics, which
-        are those of the decoder's layers."""
+        """Mark this as the router of a layer outside of the decoder. Its losses have gradients, but are not part of the
+        metrics, which cover the decoder's layers only."""
         self.layer_number = None
 
     def record_load(self) -> None:
@@ -106,7 +106,8 @@ class Router(TopKRouter):
         return probs, result.chosen
 
     def _with_balance_losses(self, probs: Tensor, score_sums: Tensor, counts: Tensor) -> Tensor:
-        """The losses of the three methods below, from sums over tokens.
+        """The probabilities, with the gradients of the configured load-balancing losses (per sequence, per micro-batch,
+        global).
 
         Args:
             score_sums: fp32 [sequences, experts], local; sums of the scores without padding.
@@ -135,7 +136,7 @@ class Router(TopKRouter):
 
         Args:
             score_sums, counts, load: see `balance`.
-            weight: of the loss besides its coefficient.
+            weight: factor of the loss in addition to its coefficient.
         """
         from megatron_wrap.nn.kernels.router.balance import balance
 
@@ -248,7 +249,7 @@ class Router(TopKRouter):
 
 
 def _selection(config: Any, group_score_experts: int | None) -> Selection | None:
-    """The selection of a configuration; None: one that is computed otherwise, or by Transformer Engine's kernel."""
+    """The selection of a configuration, for the kernel; None: other code or Transformer Engine's kernel computes it."""
     score, kind = config.moe_router_score_function, config.moe_router_load_balancing_type
     others = kind in ("sinkhorn", "quantile_balancing") or config.moe_expert_capacity_factor is not None
     if others or score not in ("softmax", "sigmoid") or config.moe_router_fusion:
@@ -272,5 +273,5 @@ def _sum(tensor: Tensor, group: Any) -> Tensor:
 
 
 def _over_sequences(sums: Tensor) -> Tensor:
-    """[1, experts]: the sum of [sequences, experts]."""
+    """Sum over sequences: [sequences, experts] -> [1, experts]."""
     return sums if len(sums) == 1 else sums.sum(dim=0, keepdim=True)

@@ -68,12 +68,12 @@ def update(
 
     Args:
         values: the parameter, fp32 and contiguous on a GPU; the other tensors have its shape and dtype.
-        grads: only read.
+        grads: the gradients, which are not changed.
         first, second: running averages of the gradient and of its square.
-        step: its number, from 1 on.
-        factor: of the gradients, fp32 with one element, on the GPU; nan: nothing is written.
+        step: number of the step, from 1 on.
+        factor: factor of the gradients, fp32 with one element, on the GPU; nan: nothing is written.
         decoupled: weight decay as in AdamW (arXiv:1711.05101), else added to the gradient.
-        copy: as many elements, contiguous, to which the new values are written in its dtype.
+        copy: contiguous tensor with as many elements, to which the new values are written in its dtype.
     """
     count = values.numel()
     if not count:

@@ -1,4 +1,4 @@
-"""Which kernels of this folder run on a device."""
+"""Conditions under which the kernels of this folder run on a device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from megatron_wrap.nn.kernels.weight_gradients import WeightGradients, can_accum
 from megatron_wrap.platform.megatron_core.kernels import LayerKernels
 
 MAX_NORM_COLUMNS = 16384
-"""Of `rms_norm`, whose programs keep a row in registers."""
+"""Largest last dimension that `rms_norm` supports; its programs keep a row in registers."""
 
 TILE_ALIGNMENT_BYTES = 16
-"""Of each row of a matrix of which tiles are loaded by descriptors (CUDA driver API, cuTensorMapEncodeTiled)."""
+"""Alignment in bytes of the rows of a matrix whose tiles are loaded by descriptors (CUDA driver API,
+cuTensorMapEncodeTiled)."""
 
 EXPERT_TILE_ROWS, EXPERT_TILE_COLUMNS = 128, 256
-"""Of the results that a program of `expert_products` computes at once."""
+"""Rows and columns of the result that a program of `expert_products` computes at once."""
 
 
 @functools.cache
@@ -78,12 +79,12 @@ def can_load_tiles(matrix: Tensor) -> bool:
 
 
 def fills_expert_tiles(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether `expert_products` multiplies these on this machine and most of its tiles are full: it is then faster than
-    torch's grouped product.
+    """Whether `expert_products` supports these matrices on this machine and most of its tiles are full. It is then
+    faster than torch's grouped matmul.
 
     Args:
         rows: [R, K].
-        matrices: [E, K, N], of each expert.
+        matrices: [E, K, N], one for each expert.
     """
     experts, *sizes = matrices.shape
     if not rows.is_cuda or rows.dtype.itemsize != 2:
@@ -100,7 +101,7 @@ def layer_kernels(device: torch.device, training: bool = True) -> LayerKernels:
     """The kernels that replace functions of Megatron-Core on a device; none on a CPU.
 
     Args:
-        training: False leaves out those of the backward pass; whether the device has them is asked by a product.
+        training: False omits kernels of the backward pass, whose support by the device is tested with a matmul.
     """
     if device.type != "cuda":
         return LayerKernels()

@@ -1,8 +1,9 @@
-"""Products of the rows of all experts of a process in Triton. Import it only where `available.fills_expert_tiles`.
+"""Matmuls of the rows of all experts of a process in Triton. Import it only where `available.fills_expert_tiles` is
+true.
 
-A program for each multiprocessor computes tiles one after another, those of the same rows side by side. Loads of the
-next tile are started before a tile is written. Rows of a tile that belong to the next expert are read as zeros and not
-written.
+One program for each multiprocessor computes tiles one after another; tiles of the same rows are consecutive. Loads of
+the next tile are started before a tile is written. Rows of a tile that belong to the next expert are read as zeros and
+not written.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _expert_products_kernel(
     index = tl.arange(0, block_experts)
     counts = tl.load(ends + index, mask=index < experts, other=0)
     counts -= tl.load(ends + index - 1, mask=(index > 0) & (index < experts), other=0)
-    heights = tl.cdiv(counts, block_rows)  # of each expert, in tiles
+    heights = tl.cdiv(counts, block_rows)  # rows of each expert, in tiles
     row_ends = tl.cumsum(heights, axis=0)
     across = tl.cdiv(outputs, block_out)
     for tile in tl.range(tl.program_id(0), tl.sum(heights, axis=0) * across, tl.num_programs(0), flatten=True):
@@ -61,7 +62,7 @@ def _expert_products_kernel(
 
 
 def expert_products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Each row times the matrix of its expert, summed in fp32.
+    """Multiply each row by the matrix of its expert, with sums in fp32.
 
     Args:
         rows: [R, K], contiguous, half precision, sorted by expert.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 _BLOCK = 1024
 _WEIGHTS = 256
-"""Of a program that moves weights."""
+"""Weights that one program moves; at least those of one token."""
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def spread_rows(tokens: Tensor, indices: Tensor, total: int) -> Tensor:
 
     Args:
         tokens: [T, H], contiguous, on a GPU.
-        indices: integers [T, k], which have each of 0 to `total` - 1 once; the others are -1.
+        indices: integers [T, k], which contain each of 0 to `total` - 1 once; the others are -1.
 
     Returns:
         [total, H] in the dtype of the tokens.
@@ -100,8 +100,8 @@ def _cells(
     block_groups: tl.constexpr,
     block_each: tl.constexpr,
 ):
-    """Of the weights [tokens, groups, each] from a first token on: which are inside, their offsets, which have a row,
-    and their offsets in the rows' weights [R, each]."""
+    """Masks and offsets of the weights [tokens, groups, each] from a first token on: which are inside, their offsets,
+    which have a row, and their offsets in the rows' weights [R, each]."""
     token = first + tl.arange(0, block_tokens)
     group = tl.arange(0, block_groups)
     number = tl.arange(0, block_each)
@@ -142,7 +142,7 @@ def _move_rows_kernel(
     block_groups: tl.constexpr,
     block_each: tl.constexpr,
 ):
-    # from tokens to rows, or sums of rows to tokens
+    # Moves tokens to rows, or sums of rows to tokens
     program = tl.program_id(0)
     if program < weight_programs:
         first = program * block_tokens
@@ -176,8 +176,8 @@ def spread_with_weights(
         tokens: [T, H], contiguous, on a GPU.
         weights: [T, G * n], contiguous.
         members: bool [T, G * n], contiguous; a weight is -1 where it is false. None: all are true.
-        indices: int64 [T, k], contiguous, as those of `spread_rows`.
-        ends: int32 [G] or more, of which the first G are 1 plus the last row of each group.
+        indices: int64 [T, k], contiguous, as for `spread_rows`.
+        ends: int32, at least [G]; the first G are 1 + the index of each group's last row.
         groups: G.
         total: the number of rows (R).
 
@@ -206,7 +206,7 @@ def sum_with_weights(
     Args:
         rows: [R, H], contiguous, on a GPU, in any floating dtype but float64.
         weights: [R, n], contiguous.
-        members, indices, ends, groups: those of `spread_with_weights`.
+        members, indices, ends, groups: as for `spread_with_weights`.
     """
     tokens, each = indices.shape[0], weights.shape[1]
     out = torch.empty(tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
@@ -224,7 +224,7 @@ def sum_with_weights(
 def _launch(
     shape: torch.Size, count: int, groups: int, each: int
 ) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
-    """Programs, sizes and the compiled form for tokens of a shape."""
+    """Grid, sizes and compile-time arguments for tokens of a shape."""
     tokens, columns = shape
     form = _form(columns, count, groups, each)
     weight_programs = triton.cdiv(tokens, form["block_tokens"])

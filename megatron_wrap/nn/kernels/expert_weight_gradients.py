@@ -1,4 +1,4 @@
-"""Weight gradients of all experts of a process in Triton, added to an fp32 buffer within the products. Import it only
+"""Weight gradients of all experts of a process in Triton, added to an fp32 buffer within the matmuls. Import it only
 where Triton is installed.
 
 A program computes one tile of one expert's gradient over all of the expert's rows, and adds it to the buffer or writes
@@ -114,7 +114,7 @@ def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, total: Tensor
         grad: [R, out], contiguous, half precision, on a GPU: the gradient of the layer's output.
         rows: [R, in] in the same dtype, contiguous: the layer's input.
         ends: int32 [E]: 1 + the index of each expert's last row.
-        total: [E, out, in], contiguous; fp32, or another dtype in which it is then added.
+        total: [E, out, in], contiguous; fp32, or another dtype, in which sums are then added.
         overwrite: write the sums over `total`, whatever it contains, as if it were zeros.
     """
     experts, outputs, inputs = total.shape

@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 PROGRAMS_PER_PROCESSOR = {False: 4, True: 8}
-"""Of the backward; by whether rows are short, whose parts of gamma's gradient are then, too."""
+"""Backward programs for each multiprocessor; True: rows are short, and so are the programs' parts of gamma's
+gradient."""
 TILE_ELEMENTS = 2048
-"""Of the rows that a program processes at once, at least one: the rows of a head are short."""
+"""Elements of the rows that a program processes at once, at least one row; several short ones, such as those of
+heads."""
 _SUMMED_ROWS, _SUMMED_COLUMNS = 256, 16
-"""Of the parts of gamma's gradient, in one iteration of a program."""
+"""Rows and columns of the parts of gamma's gradient that a program adds up in one iteration."""
 
 
 @triton.jit
@@ -102,7 +104,8 @@ def _rms_norm_sum_kernel(parts, total, rows, columns, block_rows: tl.constexpr, 
 
 
 def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] in fp32 -> [columns]; torch's sum takes 13 us for 528 rows of 2,048 (H200, 2026-11-26)."""
+    """Sum over rows, fp32 [rows, columns] -> [columns]; torch's sum takes 13 us for 528 rows of 2,048 (H200,
+    2026-11-26)."""
     rows, columns = parts.shape
     total = torch.empty(columns, dtype=dtype, device=parts.device)
     _rms_norm_sum_kernel[(triton.cdiv(columns, _SUMMED_COLUMNS),)](

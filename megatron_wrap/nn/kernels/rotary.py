@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 MAX_HEADS = 64
-"""Heads in one iteration of a program."""
+"""Maximum number of heads in one iteration of a program."""
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _rotary_kernel(
 
 @triton.jit
 def load_parts(q, k, v, q_start, kv_start, offset, is_q, is_k, is_v, inside):
-    """fp32 [heads, entries]: each head from the tensor of its kind, 0 where none is."""
+    """Load each head from the tensor of its kind: fp32 [heads, entries], 0 outside of all three."""
     value = tl.load(q + q_start + offset, mask=is_q & inside, other=0.0).to(tl.float32)
     value += tl.load(k + kv_start + offset, mask=is_k & inside, other=0.0).to(tl.float32)
     return value + tl.load(v + kv_start + offset, mask=is_v & inside, other=0.0).to(tl.float32)
@@ -215,8 +215,8 @@ _TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def cos_sin(angles: Tensor, interleaved: bool, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """fp32 [S, R / 2] each, of the angles of the pairs, times the factor; computed once for a tensor of angles, which
-    the layers of a model share."""
+    """Cosines and sines of the pairs' angles, times the factor, fp32 [S, R / 2] each. They are computed once for a
+    tensor of angles, which the layers of a model share."""
     if angles not in _TABLES:
         flat = angles.detach().reshape(angles.shape[0], angles.shape[-1]).float()
         of_pairs = flat[:, ::2] if interleaved else flat[:, : flat.shape[1] // 2]
@@ -286,16 +286,15 @@ class _SplitRotary(torch.autograd.Function):
 def split_rotary(
     mixed: Tensor, angles: Tensor, queries: int, width: int, interleaved: bool = False, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of one projection, with the rotary position embedding of the first two: instead of a
-    split, a copy of the queries and two rotations, and in the backward their gradients and a concatenation.
+    """Queries, keys and values of one projection, with the rotary position embedding of the first two. The kernel
+    replaces a split, a copy of the queries and two rotations, and in the backward their gradients and a concatenation.
 
     Args:
-        mixed: [S, B, groups, (queries + 2) * width] on a GPU: of each group its queries, its key and its value.
+        mixed: [S, B, groups, (queries + 2) * width] on a GPU: for each group its queries, its key and its value.
         angles: as for `apply_rotary`.
         queries: query heads of a group.
         width: head size.
-        factor: the rotated entries of queries and keys are multiplied by it (YaRN); the same for all calls with these
-            angles.
+        factor: factor of the rotated entries of queries and keys (YaRN); the same for all calls with these angles.
 
     Returns:
         [S, B, groups * queries, width], [S, B, groups, width] and [S, B, groups, width], each contiguous.

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2048
-"""Of the mask, which a program keeps in registers as integers."""
+"""Elements of the mask in one block, which a program keeps in registers as integers."""
 _COUNTS = 4096
-"""Of rows, which a program reads at once."""
+"""Counts of rows that a program reads at once."""
 _MOST_BLOCKS = 128
-"""Programs, each of which reads the counts of all: about as many as a GPU runs at a time."""
+"""Maximum number of programs of a kernel, about as many as a GPU runs at a time; each reads the counts of all."""
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _load_block(
     block_groups: tl.constexpr,
     block_each: tl.constexpr,
 ):
-    """Tokens from the first one, and int32 [tokens, groups]: how many members of each group they have."""
+    """Token indices from `first` on, and the tokens' number of members of each group, int32 [tokens, groups]."""
     token = first + tl.arange(0, block_tokens)
     group = tl.arange(0, block_groups)
     number = tl.arange(0, block_each)
@@ -76,7 +76,8 @@ def _count_rows_kernel(
 
 @triton.jit
 def _read_counts(counts, groups, block_groups: tl.constexpr, block_counts: tl.constexpr):
-    """int32 [groups]: all rows, those of the programs before this one, and, in the first program, all members."""
+    """Counts for each group, int32 [groups] each: all rows, rows of earlier programs, and, in the first program, all
+    members."""
     group = tl.arange(0, block_groups)
     blocks, this = tl.num_programs(0), tl.program_id(0)
     rows = tl.zeros([block_groups], dtype=tl.int32)
@@ -137,7 +138,7 @@ def _order_rows_kernel(
 
 
 def order_rows(members: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
-    """Numbers the rows of tokens by group, then by token.
+    """Number the rows of tokens by group, then by token.
 
     Args:
         members: [T, G * n] on a GPU, of bool or a floating dtype: a token has a row in a group if one of the group's n
@@ -146,8 +147,8 @@ def order_rows(members: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor
         width: largest number of groups of a token.
 
     Returns:
-        The rows of each token, int64 [T, `width`], in the order of their groups, then -1; and int32 [3, G]: 1 plus each
-        group's last row, its number of rows, and the number of its values that are true, or not negative.
+        The rows of each token, int64 [T, `width`], in the order of their groups, then -1; and int32 [3, G]: 1 + the
+        index of each group's last row, its number of rows, and the number of its values that are true, or not negative.
     """
     tokens, columns = members.shape
     each = columns // groups
@@ -174,7 +175,7 @@ def order_rows(members: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor
 
 @functools.cache
 def _form(groups: int, each: int) -> tuple[int, int, dict[str, int]]:
-    """Tokens of a block, programs whose counts are read at once, and how the kernels are compiled."""
+    """Tokens of a block, number of programs whose counts are read at once, and the kernels' compile-time arguments."""
     block_groups, block_each = triton.next_power_of_2(groups), triton.next_power_of_2(each)
     block_tokens = max(1, min(128, _BLOCK_ELEMENTS // (block_groups * block_each)))
     block_counts = max(1, min(_MOST_BLOCKS, _COUNTS // block_groups))

@@ -17,22 +17,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _ELEMENTS, _COLUMNS = 4096, 64
-"""Of a block of tokens and channels. Each block of tokens writes its part of the weight's gradient."""
+"""Number of elements and maximum number of columns of a block of tokens and channels. Each block of tokens writes its
+part of the weight's gradient."""
 _CONVOLVED = 3
-"""Parts with a convolution: queries, keys, values."""
+"""Number of parts with a convolution: queries, keys, values."""
 
 
 class _Columns(NamedTuple):
-    """The columns of a head that one launch processes, and the block of them and of tokens that a program does."""
+    """The columns of a head that one launch processes, and the block of tokens and columns that one program
+    processes."""
 
     row_width: int
-    """Of a head in the rows, all parts together."""
+    """Columns of a head in the rows, all parts together."""
     channels: int
-    """Of a head in the weight: the convolved parts together."""
+    """Channels of a head in the weight, the convolved parts together."""
     first: int
     width: int
     taps: int
-    """0: the part is copied."""
+    """Number of taps of the convolution; 0: the part is copied."""
     packed: bool
     block_tokens: int
     block_columns: int
@@ -55,7 +57,7 @@ def _head_of_row(rows, row, head, heads, columns: tl.constexpr):
 
 @triton.jit
 def _token_stride(heads, columns: tl.constexpr):
-    # Of the rows, whose tokens contain a row for each program on the grid's last axis
+    # Elements between tokens of the rows; each token contains a row for each program on the grid's last axis
     return tl.num_programs(2) * (heads * columns.row_width)
 
 
@@ -67,7 +69,7 @@ def _in_part(row, token, tokens, head, heads, column, columns: tl.constexpr):
 
 @triton.jit
 def _first_seen(starts, token, tokens, columns: tl.constexpr):
-    # The first token that each one sees, none for those after the row
+    # The first token that each token sees; tokens after the row see none
     start = tl.zeros_like(token)
     if columns.packed:
         start = tl.load(starts + token, mask=token < tokens, other=0)
@@ -103,7 +105,7 @@ def _short_convolution_kernel(x, weight, starts, y, tokens, heads, columns: tl.c
 def _short_convolution_inner_kernel(
     x, weight, starts, grad_y, inner, grad_weight, tokens, heads, columns: tl.constexpr
 ):
-    # The gradient before SiLU, and of the weight a part for each block of tokens
+    # The gradient before SiLU, and the part of the weight's gradient for each block of tokens
     taps: tl.constexpr = columns.taps
     row, head, token, column = _block(columns)
     inside, start = column < columns.width, _first_seen(starts, token, tokens, columns)
@@ -230,8 +232,9 @@ def convolved_heads(
     Args:
         rows: [s, b, heads, W] on a GPU, contiguous, W the sum of the widths; computed in fp32.
         weight: [heads * (sum of the first three widths), K], ordered by head.
-        widths: of the parts.
-        starts: int32 [s], for each token the position of the first token of its sequence, b = 1; None: 0.
+        widths: columns of each part.
+        starts: int32 [s], for each token the position of the first token of its sequence, b = 1; None: each row is one
+            sequence.
 
     Returns:
         [b, s, heads, width] for each width, contiguous, in the dtype of the rows.

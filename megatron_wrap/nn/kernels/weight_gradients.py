@@ -1,4 +1,4 @@
-"""Weight gradients of linear layers, added to the gradient buffer within the matrix product."""
+"""Weight gradients of linear layers, added to the gradient buffer within the matmul."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class WeightGradients:
-    """Products of a linear layer's input and output gradient, added to the gradient buffer within the product. Has the
-    functions of Apex's `fused_weight_gradient_mlp_cuda`, which Megatron-Core calls."""
+    """Weight gradients of a linear layer, added to the gradient buffer within the matmul. The class has the functions
+    of Apex's `fused_weight_gradient_mlp_cuda`, which Megatron-Core calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -36,7 +36,7 @@ class WeightGradients:
 
     @staticmethod
     def wgrad_gemm_accum_fp16(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        """The same with a gradient buffer in the inputs' dtype."""
+        """main_grad += grad_output^T inputs, in place, with a gradient buffer in the inputs' dtype."""
         main_grad.addmm_(grad_output.reshape(-1, grad_output.shape[-1]).t(), inputs.reshape(-1, inputs.shape[-1]))
 
 

@@ -19,7 +19,7 @@ def causal_convolution(
     Args:
         inputs: [b, s, c].
         weight: [c, K].
-        lengths: of the sequences in each row, in tokens, which cover it. None: one.
+        lengths: lengths of the sequences in each row, in tokens; they cover the row. None: one sequence.
         before: [b, K - 1, c], the inputs before the row, which is then one sequence; None: 0.
 
     Returns:

@@ -14,7 +14,7 @@ so all chunks are prepared at once: with U = U_v + U_k S the state after the chu
 
     A S + B,    A = exp(G_C) + K'^T U_k,    B = K'^T U_v,    row t of K' is exp(G_C - G_t) k_t
 
-one product for each chunk after the other, and the outputs of all chunks follow from the states at once. On a GPU this
+one matmul for each chunk after the other, and the outputs of all chunks follow from the states at once. On a GPU this
 is two short kernels for each chunk, one forward and one backward, in addition to a number that does not grow with the
 tokens.
 """
@@ -35,9 +35,9 @@ from megatron_wrap.nn.linear_attention.rows import SpacedRows, check_lengths, sp
 CHUNK_SIZE = 64
 """Tokens of a chunk: the work within chunks grows with it, the number of steps shrinks."""
 _NORM_EPSILON = 1e-6
-"""Of the L2 norm of queries and keys, as in transformers and in the package flash-linear-attention."""
+"""Epsilon of the L2 norm of queries and keys, as in transformers and in the package flash-linear-attention."""
 _SMALL = 8
-"""Rows of matrices whose product is computed element by element."""
+"""Largest inner dimension of matrices that are multiplied element by element."""
 
 
 def normalized(tensor: Tensor, scale: float = 1.0) -> Tensor:
@@ -67,7 +67,8 @@ def gated_delta_rule(
         value: [b, s, heads, d_v].
         log_decay: [b, s, heads], g of the formula, at most 0.
         beta: [b, s, heads].
-        lengths: of the sequences in each row, in tokens, which cover it; the state is 0 before each. None: one.
+        lengths: lengths of the sequences in each row, in tokens; they cover the row, and the state is 0 before each.
+            None: one sequence.
         state: [b, heads, d_k, d_v] before the first sequence; None: 0.
         chunk_size: a power of 2.
         recompute: keep the inputs alone for the backward pass, which computes the rule again; otherwise 13 times the
@@ -106,12 +107,13 @@ def _over_rows(
     rows: SpacedRows,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `gated_delta_rule`, of rows whose sequences begin at multiples of `chunk`."""
+    """`gated_delta_rule` for rows whose sequences begin at multiples of `chunk`."""
     dtype, (key_heads, d_k) = value.dtype, key.shape[2:]
     precision = torch.promote_types(dtype, torch.float32)
 
     def in_chunks(tensor: Tensor) -> Tensor:
-        """[b, s, heads, d] to [chunks, b, key heads, value heads or 1, chunk, d]; free positions are 0."""
+        """Split into chunks: [b, s, heads, d] -> [chunks, b, key heads, value heads or 1, chunk, d]; free positions are
+        0."""
         parts = rows.spread(tensor).unflatten(1, (-1, chunk)).unflatten(3, (key_heads, -1)).permute(1, 0, 3, 4, 2, 5)
         return parts.to(precision, memory_format=torch.contiguous_format).contiguous()  # one copy
 
@@ -139,7 +141,7 @@ def _over_chunks(
     Args:
         query, key: [chunks, b, key heads, 1, chunk, d_k].
         value: [chunks, b, key heads, values per key head, chunk, d_v]; log_decay, beta: the same with 1 for d_v.
-        first_chunks: of the sequences after the first one.
+        first_chunks: index of the first chunk of each sequence after the first one.
         state: [b, key heads, values per key head, d_k, d_v] before the first chunk.
 
     Returns:
@@ -152,7 +154,7 @@ def _over_chunks(
     decay, last = total.exp(), total[..., -1:, :]
     inverse = _UnitLowerInverse.apply(key @ key.mT * (beta * between)) * beta.mT
     from_values = inverse @ value
-    # all value heads of a key head in one product, which reads its keys once
+    # all value heads of a key head in one matmul, which reads its keys once
     from_state = ((inverse * -decay.mT).flatten(-3, -2) @ key.squeeze(-3)).unflatten(-2, (-1, chunk))
     decayed_key = key * (last - total).exp()
     before, after = _States.apply(last.exp(), decayed_key, from_state, from_values, state, first_chunks)
@@ -169,8 +171,8 @@ def _plus_product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
 class _States(torch.autograd.Function):
     """States before each chunk and after the last one: S_(c+1) = A_c S_c + B_c of the module's formula.
 
-    One product for each chunk in either direction: the gradients of all A_c are one product over all chunks. The
-    backward pass computes A again instead of keeping it.
+    One matmul for each chunk in either direction: the gradients of all A_c are one matmul over all chunks. The backward
+    pass computes A again instead of keeping it.
     """
 
     @staticmethod
@@ -207,7 +209,7 @@ class _States(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_before: Tensor, of_after: Tensor) -> tuple[Tensor | None, ...]:
-        """The same recursion from the last chunk to the first."""
+        """Gradients, by the same recursion from the last chunk to the first."""
         decays, keys, from_state, from_values, states = ctx.saved_tensors
         grads = torch.cat((of_before, of_after[None]))
         transitions = _transitions(decays, keys, from_state)
@@ -234,14 +236,14 @@ class _UnitLowerInverse(torch.autograd.Function):
     """(I + L)^-1, where L is the part below the diagonal of a matrix [..., C, C], whose other part is not read; C is a
     power of 2.
 
-    From the inverses of the blocks on the diagonal, twice as large each time: the inverse of [[P, 0], [L, Q]] is
-    [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]]. A GPU has fast kernels for many small products, not for many small triangular
-    systems.
+    It is computed from the inverses of the blocks on the diagonal, whose size doubles each time: the inverse of [[P,
+    0], [L, Q]] is [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]]. A GPU has fast kernels for many small matmuls, not for many small
+    triangular systems.
     """
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        """[..., C, C] to the same shape."""
+        """The inverse, in the shape of `matrix` [..., C, C]."""
         matrices = matrix.flatten(0, -3)
         inverses = matrices.new_ones(*matrices.shape[:2], 1, 1)  # [matrices, blocks, size, size]
         while (size := inverses.shape[-1]) < matrix.shape[-1]:
@@ -265,7 +267,7 @@ class _UnitLowerInverse(torch.autograd.Function):
 
 
 def _small_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of many matrices, where small ones do not get a block of threads each."""
+    """left @ right of many matrices; small ones do not take a block of threads each."""
     if left.shape[-1] <= _SMALL:
         return (left[..., None] * right[..., None, :, :]).sum(dim=-2)
     return left @ right

@@ -1,6 +1,6 @@
 """The rule and the norm by the kernels of the package flash-linear-attention, where it is installed and the tensors are
-on a GPU, else in torch; the convolution by a kernel of `nn.kernels`, else in torch. Training where that package cannot
-train takes the rule in torch."""
+on a GPU, else in torch; the convolution by a kernel of `nn.kernels`, else in torch. Where that package cannot train,
+training uses the rule in torch."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def uses_fla(tensor: Tensor) -> bool:
 @functools.cache
 def why_fla_cannot_train() -> str | None:
     """Why the backward pass of the package's gated delta rule fails on this machine's GPUs, and what to do; None: it
-    does not.
+    does not fail.
 
     The package refuses this pass with Triton from 3.4 until 3.7.1 on Hopper GPUs, where its kernel computes wrong
-    gradients (its issue 640), unless tilelang is installed, in which it has the kernel once more. Every fact is one of
-    the module that refuses.
+    gradients (its issue 640), unless tilelang is installed, for which it has another version of the kernel. All
+    conditions are those of the module that refuses.
     """
     from fla.ops.common import chunk_o
     from fla.ops.common.backends import CommonTileLangBackend
@@ -92,12 +92,12 @@ def _fla_trains() -> bool:
 def convolved_heads(
     rows: Tensor, weight: Tensor, widths: tuple[int, ...], packed: PackedRow | None
 ) -> tuple[Tensor, ...]:
-    """The columns of each head in parts, of which the convolution replaces the first three.
+    """The columns of each head in parts, the first three after the convolution.
 
     Args:
         rows: [s, b, heads, W], W the sum of the widths.
         weight: [heads * (sum of the first three widths), K], as in `causal_convolution`.
-        packed: the sequences of a row, with b = 1; None: each row is one.
+        packed: the sequences of a row, with b = 1; None: each row is one sequence.
 
     Returns:
         [b, s, heads, width] for each width.
@@ -123,10 +123,11 @@ def recur(
     keeps_state: bool,
     trains: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `gated_delta_rule`; without `keeps_state` the state that follows may be None.
+    """`gated_delta_rule`, by the package's kernel where it can be used. Without `keeps_state` the returned state may be
+    None.
 
     Args:
-        trains: a backward pass follows, or follows a second forward pass of the same tokens, as with recomputation.
+        trains: whether a backward pass follows, either directly or after a second forward pass (recomputation).
     """
     if not uses_fla(value) or (trains and not _fla_trains()):
         lengths = None if packed is None else packed.lengths
@@ -156,7 +157,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def _starts(packed: PackedRow) -> Tensor:
-    """int32 [tokens]: the position of the first token of each token's sequence."""
+    """Position of the first token of each token's sequence, int32 [tokens]."""
     borders = packed.cu_seqlens_q
     return torch.repeat_interleave(borders[:-1], borders.diff(), output_size=sum(packed.lengths)).int()
 

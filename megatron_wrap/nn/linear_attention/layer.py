@@ -72,11 +72,11 @@ class GatedDeltaNet(MegatronModule):
         self.tp_group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
         cp_group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
         self.cp_group: Any = cp_group if cp_group.size() > 1 else None
-        """None without context parallelism, and in generation."""
+        """Context-parallel group; None without context parallelism, and in generation."""
         self.key_width, self.value_width = config.linear_key_head_dim, config.linear_value_head_dim
         self.values_per_key = config.linear_num_value_heads // config.linear_num_key_heads
         self.recurrent_state: RecurrentState | None = None
-        """Of generation, while it lasts."""
+        """State of the tokens processed in generation; None outside of generation."""
         heads, hidden = config.linear_num_value_heads, config.hidden_size
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
@@ -131,7 +131,7 @@ class GatedDeltaNet(MegatronModule):
 
     @torch.no_grad()
     def _reset_parameters(self) -> None:
-        """Values without a meaning for training, which initializes all weights alike on every layout."""
+        """Set placeholder values; training initializes all weights, alike on every layout."""
         self.conv_weight.fill_(1.0 / self.conv_weight.shape[1])
         self.A_log.fill_(math.log(2.0))
         self.dt_bias.fill_(1.0)
@@ -145,8 +145,8 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedRow | None = None,
         **ignored: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As Megatron-Core's attention: hidden states [s, b, h] (with sequence parallelism [s / tp, b, h]) to the same
-        shape, and no bias. The rule is causal and padding follows the tokens, so the mask is not needed.
+        """Hidden states [s, b, h] (with sequence parallelism [s / tp, b, h]) -> the same shape, and None for the bias,
+        as in Megatron-Core's attention. The rule is causal and padding follows the tokens, so the mask is not needed.
 
         Args:
             packed_seq_params: the sequences of a packed row, which cover all tokens; b is then 1.
@@ -220,7 +220,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Its parameters for a checkpoint, split by heads over tensor-parallel ranks."""
+        """The parameters for a checkpoint, split by heads over tensor-parallel ranks."""
         parameters: dict[str, Any] = {}
         self._save_to_state_dict(parameters, "", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}

@@ -1,4 +1,4 @@
-"""What a layer of linear attention keeps of the tokens that it has processed in generation."""
+"""State that a layer of linear attention keeps of the tokens processed in generation."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 class RecurrentState:
-    """Of one layer: the last inputs of the convolution, and the state of each head.
+    """State of one layer: the last inputs of the convolution, and the state of each head.
 
     Args:
-        padding: [prompts], padding positions on the left of each prompt in the first pass.
+        padding: [prompts], number of padding positions on the left of each prompt in the first pass.
         sources: [batch size], for each sequence the index of its prompt in the first pass.
     """
 
     def __init__(self, padding: Tensor, sources: Tensor) -> None:
         self._padding, self._sources = padding, sources
         self.inputs: Tensor | None = None
-        """[b, K - 1, channels]; None before the first pass."""
+        """Last inputs of the convolution, [b, K - 1, channels]; None before the first pass."""
         self.heads: Tensor | None = None
-        """[b, heads, d_k, d_v] fp32; None before the first pass."""
+        """State of each head, fp32 [b, heads, d_k, d_v]; None before the first pass."""
 
     def without_padding(self, inputs: Tensor) -> Tensor:
         """The inputs [b, s, channels] of a pass, 0 in the padding, where keys and values are then 0 as well."""

@@ -1,4 +1,4 @@
-"""Sequences that follow each other in a row, moved apart, so that an operation over neighbors does not cross a border.
+"""Consecutive sequences of a row, moved apart so that an operation over neighbors does not cross a border.
 
 Plain tensor operations on any device.
 """
@@ -16,12 +16,13 @@ from torch import Tensor
 
 
 class PackedRow(Protocol):
-    """What `nn.packed_sequences.PackedSequences` has of the sequences of a row with b = 1, which cover its tokens."""
+    """Attributes of `nn.packed_sequences.PackedSequences` that linear attention reads; the sequences cover a row with b
+    = 1."""
 
     lengths: tuple[int, ...]
-    """In tokens, on the host; global, not of a context-parallel rank."""
+    """Length of each sequence in tokens, on the host; global, not of a context-parallel rank."""
     cu_seqlens_q: Tensor
-    """int32 [N + 1], their cumulative lengths."""
+    """Cumulative lengths of the sequences, int32 [N + 1]."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,15 @@ class SpacedRows:
     """Rows of sequences with free positions before or after each sequence."""
 
     length: int
-    """Positions of a row, free ones included."""
+    """Number of positions of a row, free ones included."""
     positions: Tensor
-    """int64 [tokens], the position of each token."""
+    """Position of each token, int64 [tokens]."""
     starts: tuple[int, ...]
     """The first position of each sequence, free ones included."""
 
     def spread(self, tensor: Tensor) -> Tensor:
-        """[b, tokens, ...] to [b, length, ...], 0 at free positions; the tensor itself if there are none."""
+        """Insert free positions: [b, tokens, ...] -> [b, length, ...], 0 at free positions; the tensor itself if there
+        are none."""
         if self.length == len(self.positions):
             return tensor
         rows = tensor.new_zeros(tensor.shape[0], self.length, *tensor.shape[2:])
@@ -54,7 +56,7 @@ def spaced_rows(lengths: tuple[int, ...], before: int, multiple: int, device: to
     """Rows in which `before` free positions precede each sequence, and others follow it up to a multiple of `multiple`.
 
     Args:
-        lengths: of the sequences of a row, in tokens.
+        lengths: lengths of the sequences of a row, in tokens.
     """
     counts = np.asarray(lengths, dtype=np.int64)
     taken = before + -(-counts // multiple) * multiple

@@ -1,1 +1,1 @@
-"""Linear layers: communication that overlaps with their products, and quantized weights."""
+"""Linear layers: communication that overlaps with their matmuls, and quantized weights."""

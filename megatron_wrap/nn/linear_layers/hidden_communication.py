@@ -1,9 +1,8 @@
-"""Linear layers of tensor and sequence parallelism whose communication overlaps with their own products: the input is
+"""Linear layers of tensor and sequence parallelism whose communication overlaps with their own matmuls: the input is
 multiplied piece by piece as it arrives, and the output sent piece by piece (arXiv:2105.05720, section 2). A transfer is
-queued before the product that hides it: a GPU with one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`) begins kernels in
-that order.
-Names, weights and checkpoints are those of Megatron-Core's layers, of which these are subclasses. This module imports
-Megatron-Core, so call `Platform.install` first."""
+queued before the matmul that it overlaps with: a GPU with one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`) begins
+kernels in that order. Names, weights and checkpoints are those of Megatron-Core's layers, of which these are
+subclasses. This module imports Megatron-Core, so call `Platform.install` first."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from megatron_wrap.parallel.collectives import ExchangeOfShares, ProcessGroup, g
 from megatron_wrap.platform.megatron_core.added_gradients import placeholder
 
 _HIDING_COLUMNS = 1700
-"""Columns of a row-parallel weight, for each other rank, from which the input's gradient of the rank's share takes
-longer than the gathering of the others' shares. With s tokens in a share and outputs of h elements, the product with k
-columns has 2 s h k FLOPs and each other share 2 s h bytes: at 600 TFLOP/s and the 350 GB/s at which 32 MiB of another
-H100 arrive (2026-11-26), k is 1,714."""
+"""Columns of a row-parallel weight, for each other rank, from which computing the input's gradient for the rank's own
+share takes longer than gathering the others' shares. With s tokens in a share and outputs of h elements, the matmul
+with k columns has 2 s h k FLOPs and each other share 2 s h bytes: at 600 TFLOP/s and the 350 GB/s at which 32 MiB of
+another H100 arrive (2026-11-26), k is 1,714."""
 
 
 class GatheringColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron-Core's layer; of sequence-parallel input each piece is multiplied while the next one arrives."""
+    """Megatron-Core's layer; each piece of a sequence-parallel input is multiplied while the next one arrives."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not kwargs["sequence_parallel"]:
@@ -39,7 +38,7 @@ class ScatteringRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
     """Megatron-Core's layer; each piece of a sequence-parallel output is sent while the next one is computed."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[S, B, in / tp] to [S / tp, B, out], and the bias if the caller adds it."""
+        """Apply the layer, [S, B, in / tp] -> [S / tp, B, out]; and return the bias if the caller adds it."""
         if not self.sequence_parallel or self.tp_group.size() == 1 or self.explicit_expert_comm:
             return super().forward(input_)
         output = _ScatteredProduct.apply(input_, self.weight, self.gradient_accumulation_fusion, self.tp_group)
@@ -49,9 +48,9 @@ class ScatteringRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 class _GatheredProduct(torch.autograd.Function):
-    """[S / tp, B, in] times weight^T [in, out / tp]: [S, B, out / tp]. The backward pass gathers the input again, while
-    it multiplies with the weight, instead of keeping tp times as much, and scatters the input's gradient while it
-    computes the weight's, as Megatron-Core's layer."""
+    """Gathered [S / tp, B, in] times weight^T [in, out / tp]: [S, B, out / tp]. The backward pass gathers the input
+    again, while it multiplies with the weight, instead of keeping tp times as much, and scatters the input's gradient
+    while it computes the weight's, as Megatron-Core's layer does."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, weight: Tensor, accumulates: bool, group: Any) -> Tensor:
@@ -84,7 +83,7 @@ class _GatheredProduct(torch.autograd.Function):
 
 
 class _ScatteredProduct(torch.autograd.Function):
-    """[S, B, in / tp] times weight^T [in / tp, out], summed over ranks: [S / tp, B, out]."""
+    """Product of [S, B, in / tp] and weight^T [in / tp, out], summed over ranks and scattered: [S / tp, B, out]."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, accumulates: bool, group: Any) -> Tensor:
@@ -125,8 +124,9 @@ def gather_product(
     Args:
         share: [S / ranks, ..., K], the same shape on each rank.
         matrix: [K, N], of this rank.
-        includes_self: whether what is gathered contains the rank's own share.
-        meanwhile: called with the rows of the rank's own share after its product, before the wait for the others.
+        includes_self: whether the gathered shares contain the rank's own.
+        meanwhile: function that is called with the rows of the rank's own share after its matmul, before the wait for
+            the others.
 
     Returns:
         [S, ..., K], valid until the group's next gathering begins, and [S, ..., N]; without autograd.
@@ -144,23 +144,23 @@ def gather_product(
 
 
 def rows_of_shares(length: int, group: ProcessGroup) -> list[slice]:
-    """Where the rank's own share of this length is in what `gathering` returns; then the rows before and after it,
+    """Rows of the rank's own share of `length` rows in the result of `gathering`; then the rows before and after it,
     where there are any."""
     start, stop, end = (length * number for number in (group.rank(), group.rank() + 1, group.size()))
     return [slice(start, stop), *(slice(*ends) for ends in ((0, start), (stop, end)) if ends[0] < ends[1])]
 
 
 def start_product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Multiply, and begin to send each other rank its share along the first dimension, while the rank's own one is
-    multiplied.
+    """Multiply, and begin to send each other rank its share of the product along the first dimension. The rank's own
+    share is multiplied during the transfers.
 
     Args:
         rows: [S, ..., K], of this rank; the ranks divide S.
         matrix: [K, N], of this rank.
 
     Returns:
-        a function that waits for the others: [S / ranks, ..., N], this rank's share of the sum over ranks; without
-        autograd.
+        A function that waits for the other ranks' parts and returns [S / ranks, ..., N], this rank's share of the sum
+        over ranks; without autograd.
     """
     size, rank = group.size(), group.rank()
     shares = rows.contiguous().chunk(size)
@@ -178,12 +178,12 @@ def start_product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup) -> 
 
 
 def _main_grad(weight: Any, accumulates: bool) -> Tensor | None:
-    """Where the weight's gradient is added; None: it is returned."""
+    """Buffer to which the weight's gradient is added; None: the gradient is returned."""
     return getattr(weight, "main_grad", None) if accumulates else None
 
 
 def _weight_gradient(inputs: Tensor, grad: Tensor, weight: Any, accumulates: bool) -> Tensor | None:
-    """grad^T inputs [out, in], or what `placeholder` returns."""
+    """grad^T inputs [out, in], or the result of `placeholder` if the gradient was added to the buffer."""
     main_grad = _main_grad(weight, accumulates)
     if main_grad is None:
         return grad.flatten(0, -2).t() @ inputs.flatten(0, -2)

@@ -30,7 +30,7 @@ _NF4_BLOCK, _NF4_GROUP = 64, 256
 """Elements that share a scale, and scales that share a scale, as in QLoRA."""
 _FP8_BLOCK = 128
 _CHUNK = 2**24
-"""Elements that are converted at once, a multiple of both: bounds the memory of the fp32 values."""
+"""Elements that are converted at once, a multiple of both numbers above; bounds the memory of the fp32 values."""
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -38,8 +38,8 @@ class QuantizedWeight:
     """The values of a matrix, quantized.
 
     Args:
-        shape: of the matrix on this rank.
-        dtype: of `values()`.
+        shape: shape of the matrix on this rank.
+        dtype: dtype of `values()`.
     """
 
     def __init__(self, kind: QuantizedKind, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -66,12 +66,12 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of the quantized values and their scales."""
+        """Size of the quantized values and their scales, in bytes."""
         return sum(tensor.numel() * tensor.element_size() for chunk in self._chunks for tensor in chunk)
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:
-    """fp32, repeated from the beginning up to a multiple of elements."""
+    """Values in fp32, repeated from the beginning up to a number of elements that is a multiple of `multiple`."""
     missing = -len(values) % multiple
     return torch.cat([values, values.repeat(math.ceil(missing / len(values)))[:missing]]).float()
 
@@ -89,7 +89,7 @@ def _nf4(values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _from_nf4(packed: Tensor, scales: Tensor, steps: Tensor, mean: Tensor) -> Tensor:
-    """fp32, as NF4Tensor.get_original_weight."""
+    """Values in fp32, as NF4Tensor.get_original_weight."""
     of_block = scales / steps.repeat_interleave(_NF4_GROUP)[: len(scales)] + mean
     pairs = _pairs_of_levels(packed.device).index_select(0, packed.view(-1).int())
     return pairs.view(len(packed), -1).mul_(of_block[:, None]).view(-1)
@@ -108,7 +108,7 @@ def _pairs_of_levels(device: torch.device) -> Tensor:
 
 
 def _nf4_tensor() -> Any:
-    """torchao's class."""
+    """torchao's class NF4Tensor."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # it warns of each of its extensions for other GPUs
     try:
@@ -132,7 +132,7 @@ def _fp8(values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _from_fp8(quantized: Tensor, scales: Tensor) -> Tensor:
-    """fp32."""
+    """Values in fp32."""
     return quantized.float().mul_(scales[:, None]).view(-1)
 
 
@@ -185,7 +185,7 @@ def keep_quantized(layer: torch.nn.Module, kind: QuantizedKind) -> None:
 
 
 class _ValuesInForward:
-    """Gives a weight its values in its layer's forward pass; what the pass saves of them for the backward pass is
+    """Gives a weight its values in its layer's forward pass; values that the pass saves for the backward pass are
     computed again there."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:

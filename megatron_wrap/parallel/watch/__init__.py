@@ -1,1 +1,1 @@
-"""In the processes of a run: that they make progress, what stops them, and their last collectives."""
+"""Monitoring within the processes of a run: their progress, the requests that stop them, and their last collectives."""

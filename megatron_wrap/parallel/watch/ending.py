@@ -1,5 +1,5 @@
-"""How a process of a run ends, as it records it for the program that started it: an exit code alone may be that of a
-flow or a library."""
+"""Record of how a process of a run ends, for the program that started it: an exit code alone may come from a flow or a
+library."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import time
 from pathlib import Path
 
 LAUNCHER_FOLDER = "MEGATRON_WRAP_LAUNCHER_FOLDER"
-"""Environment variable: folder in which the program that started this node's processes and they leave files."""
+"""Environment variable: folder for files between this node's processes and the program that started them."""
 ENDING = "rank_{}.end"
-"""Name of a rank's record there; on a full disk a link to nowhere, whose target is the exit code alone."""
+"""Name of a rank's record in that folder; on a full disk a symbolic link, whose target is the text of the exit code
+alone."""
 
 
 def record_end(exit_code: int | None, message: str = "", traceback: str = "") -> None:
     """Record how this process is about to end; the last record counts. Without a launcher there is no record.
 
     Args:
-        exit_code: that the run ends with: 0 after its last step and its saves, or the code of a stop, an interrupt or a
-            user's error or of an exception; None: what the run called ends the process, with any code.
-        message, traceback: of the error.
+        exit_code: exit code of the run: 0 after its last step and its saves, or the code of a stop, an interrupt, a
+            user's error or an exception; None: code that the run called ends the process, with any exit code.
+        message, traceback: message and traceback of the error.
     """
     folder = os.environ.get(LAUNCHER_FOLDER)
     if not folder:

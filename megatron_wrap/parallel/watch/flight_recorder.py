@@ -41,7 +41,7 @@ def written_into(folder: Path) -> Iterator[None]:
 
 
 def record() -> bytes | None:
-    """What was recorded in this process, in torch's format; None: nothing."""
+    """The record of this process, in torch's format; None: torch.distributed is not initialized."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

@@ -1,4 +1,5 @@
-"""A process of a run reports every second that it runs, and at once where it is, to the program that started it."""
+"""Reports of a process of a run to the program that started it: every second that it runs, and each change of its phase
+at once."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER
 HEARTBEAT, STACKS = "rank_{}.json", "rank_{}.stacks"
 """Names of a rank's files in the launcher's folder."""
 STACKS_SIGNAL = signal.SIGUSR2
-"""Lets a process write the stacks of all its threads, whatever it does."""
+"""Signal at which a process writes the stacks of all its threads, whatever it does."""
 COLLECTIVES_REQUEST = "collectives"
-"""While the launcher's folder has a file of this name, each process writes once what its flight recorder has."""
+"""Name of a file in the launcher's folder; once it exists, each process writes its flight recorder's record once."""
 _SECONDS, _REQUEST_SECONDS = 1.0, 0.2
 _JSON = {False: "false", True: "true"}
 _DIGITS, _STATE_BYTES = 18, 256
-"""Of the progress, and of what follows it in the file."""
+"""Width of the progress counter in the file, in digits, and of the state that follows it, in bytes."""
 
 
 class Heartbeat:
@@ -34,7 +35,7 @@ class Heartbeat:
     so that they are right however the process ends; and in a thread, every second, that it runs.
 
     Args:
-        folder: of the launcher.
+        folder: folder of the launcher.
         rank: global rank of this process.
         where: returns the iteration under way, or None before the first, and the phase.
     """

@@ -15,14 +15,14 @@ from types import FrameType
 from megatron_wrap.parallel.watch.ending import record_end
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a process that Ctrl-C has ended, as of a shell."""
+"""Exit code of a process that Ctrl-C has ended, as in a shell."""
 RESUME = 75
 """Exit code of a run that SIGTERM or SIGUSR1 has ended: the same command continues it. EX_TEMPFAIL of sysexits.h."""
 REPEATED_SECONDS = 1.0
-"""A signal that comes again this soon is the same request: the terminal sends it to each process, and so does the
-program that started them."""
+"""Seconds within which a repeated signal is the same request: both the terminal and the program that started the
+processes send it to each process."""
 _ORPHAN_SECONDS = 60.0
-"""That a process has for its step and a save after the death of the program that started it."""
+"""Seconds that a process has for its step and a save after the death of the program that started it."""
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -49,12 +49,13 @@ def one_interrupt() -> Iterator[None]:
 
 class InterruptWatch:
     """Ends this process some seconds after Ctrl-C where its main thread cannot: it may wait on the device for a rank
-    that has ended. The same after the death of the process that started it. Create it in the main thread.
+    that has ended. It also ends this process some time after the death of the process that started it. Create it in the
+    main thread.
 
     Args:
-        sentence: returns what is printed.
-        prints: print it in this process.
-        seconds: that the main thread has to react, which calls `close`.
+        sentence: function that returns the printed sentence.
+        prints: whether this process prints it.
+        seconds: time for the main thread to react, by a call of `close`.
     """
 
     def __init__(self, sentence: Callable[[], str], prints: bool = True, seconds: float = 10.0) -> None:
@@ -69,7 +70,8 @@ class InterruptWatch:
         threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
 
     def first_is_a_request(self, is_request: bool) -> None:
-        """Whether the first SIGINT does not end the process, because the main thread reacts after its step."""
+        """Set whether the first SIGINT is only a request: the main thread reacts after its step, and this watch does
+        not end the process."""
         self._first_is_a_request = is_request
 
     def close(self) -> None:

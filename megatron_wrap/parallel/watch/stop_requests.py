@@ -16,26 +16,26 @@ from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER, record_end
 from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, REPEATED_SECONDS, RESUME, InterruptWatch, interrupt
 
 STOP_FILE = "STOP"
-"""Name of the file in the output folder."""
+"""Name of the file in the output folder that requests a stop."""
 REQUEST, READY, STOPPED = "request", "ready", "stopped"
-"""Files in LAUNCHER_FOLDER: the number of a signal that the launcher received; the processes react to it; they have
-ended for it."""
+"""Files in LAUNCHER_FOLDER: the number of a signal that the launcher received; a mark that the processes react to
+requests; a mark that they have ended for one."""
 _FILES_SECONDS = 0.5
-"""Between looks for files."""
+"""Seconds between checks for files."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run ends before its last step."""
+    """Reason for which a run ends before its last step."""
 
     text: str
-    """Such as "stopped by SIGTERM"; the iteration follows."""
+    """Reason as text, such as "stopped by SIGTERM"; messages add the iteration."""
     exit_code: int
 
 
 def of_signal(number: int) -> StopReason:
-    """The reason that a signal is."""
+    """The stop reason of a signal."""
     if number == signal.SIGINT:
         return StopReason("interrupted", INTERRUPTED)
     return StopReason(f"stopped by {signal.Signals(number).name}", RESUME)
@@ -59,9 +59,9 @@ class StopRequests:
     """The requests that this process knows. All processes have to agree about them, in the reduction of a step.
 
     Args:
-        output_dir: of the run, for the file STOP; looked at by global rank 0.
-        rank, local_rank: of this process.
-        minutes: the run's time; None: without limit.
+        output_dir: output folder of the run, in which global rank 0 checks for the file STOP.
+        rank, local_rank: global and local rank of this process.
+        minutes: time limit of the run; None: no limit.
         minutes_before_slurm_end: the run ends that long before Slurm's job does; None: Slurm's end is ignored.
     """
 
@@ -90,11 +90,12 @@ class StopRequests:
         self._watch: InterruptWatch | None = None
 
     def begin(self, signals: bool, watch: InterruptWatch | None = None) -> None:
-        """React to requests from now on; a file STOP that is there is one of an earlier run, and is removed.
+        """React to requests from now on; an existing file STOP is that of an earlier run, and is removed.
 
         Args:
-            signals: also to SIGINT, SIGTERM and SIGUSR1, where the program has no handlers of its own.
-            watch: of this process's interrupts; the first one is a request from now on.
+            signals: whether to react to SIGINT, SIGTERM and SIGUSR1 as well, where the program has no handlers of its
+                own.
+            watch: watch of this process's interrupts, for which the first one is a request from now on.
         """
         if self._file is not None:
             with contextlib.suppress(OSError):
@@ -121,11 +122,12 @@ class StopRequests:
 
     @property
     def reason(self) -> StopReason | None:
-        """Of the request that this process knows; None if another process does."""
+        """Reason of the request that this process knows; None if only another process knows one."""
         return self._reason
 
     def fulfilled(self, exit_code: int) -> None:
-        """The run has stopped for a request, and ends with this code: remove the file STOP, and notify the launcher."""
+        """After the run has stopped for a request, remove the file STOP, notify the launcher, and record the run's exit
+        code."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink()

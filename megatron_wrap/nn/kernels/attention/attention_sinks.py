@@ -4,8 +4,8 @@
 A flash kernel computes outputs o and the logsumexp l of the scores without a sink. With the sink s, the sum of
 exponentials is exp(l') with l' = logaddexp(l, s), so the output is o exp(l - l') = o sigmoid(l - s). The kernel's
 backward pass recomputes the weights as exp(score - logsumexp) and subtracts the sum over a row of output times
-gradient: with the scaled output and l' it returns the gradients of attention with the sink. The sink's is minus the sum
-of exp(s - l') times these sums of rows.
+gradient: with the scaled output and l' it returns the gradients of attention with the sink. The sink's gradient is
+minus the sum over queries of exp(s - l') times these row sums.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def _by_stored_scores(
     is_causal: bool,
     dropout: float,
 ) -> Tensor:
-    """With a tensor of all scores, for what the kernels do not support: explicit masks and fp32 on GPUs, dropout."""
+    """Attention with a tensor of all scores, for cases that the kernels do not support: explicit masks and fp32 on
+    GPUs, dropout."""
     copies = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
     dtype = torch.promote_types(query.dtype, torch.float32)

@@ -1,8 +1,9 @@
 """Flash attentions of torch with the logsumexp of the scores, and attention that is differentiable through one.
 
 A backward pass recomputes the weights as exp(score - logsumexp) and subtracts the sum over a row of output times
-gradient (FlashAttention-2, arXiv:2307.08691, algorithm 2). So with output and logsumexp of more keys than a call has,
-it returns the gradients of this call's part: `attention_sinks.py` adds a score, `nn/ring_attention.py` keys of others.
+gradient (FlashAttention-2, arXiv:2307.08691, algorithm 2). So with the output and logsumexp over more keys than a call
+has, it returns the gradients of this call's part. `attention_sinks.py` adds a score in this way, `nn/ring_attention.py`
+the keys of other ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class FlashKernel(Protocol):
     fp64 for inputs in fp64)."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Output, logsumexp, and what else the backward pass needs."""
+        """Output, logsumexp, and further tensors that the backward pass needs."""
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value; saved: these and what `forward` returned."""
+        """Gradients of query, key and value; `saved`: these three and the results of `forward`."""
 
 
 class CpuKernel(NamedTuple):
@@ -35,12 +36,12 @@ class CpuKernel(NamedTuple):
 
     scale: float
     is_causal: bool
-    """Aligned with the first key."""
+    """Whether attention is causal, with the first query aligned with the first key."""
     bias: Tensor | None = None
-    """[.., .., s_q, s_k], added to the scores."""
+    """Added to the scores, [.., .., s_q, s_k]; None: nothing is added."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As `FlashKernel.forward`."""
+        """See `FlashKernel.forward`."""
         heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
         output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *heads_first, 0.0, self.is_causal, attn_mask=self.bias, scale=self.scale
@@ -48,7 +49,7 @@ class CpuKernel(NamedTuple):
         return output.transpose(1, 2), total
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `FlashKernel.backward`."""
+        """See `FlashKernel.backward`."""
         *tensors, total = saved
         heads_first = (tensor.transpose(1, 2) for tensor in (grad, *tensors))
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -63,21 +64,22 @@ class GpuKernel(NamedTuple):
     [b, s, heads, d]. If causal, the last query of a sequence has the position of its last key."""
 
     lengths: tuple[Tensor | None, Tensor | None, int, int]
-    """Cumulative numbers of queries and of keys, int32 [N + 1], None without concatenation; the longest of each."""
+    """Cumulative numbers of queries and of keys, int32 [N + 1], None without concatenation; then the largest number of
+    each."""
     scale: float
     left: int = -1
-    """Keys before a query's own that it attends; -1: all."""
+    """Number of keys before a query's own that it attends; -1: all."""
     is_causal: bool = True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As `FlashKernel.forward`."""
+        """See `FlashKernel.forward`."""
         output, total, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, *self.lengths, 0.0, self.is_causal, False, scale=self.scale, **self._window()
         )
         return output, total
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `FlashKernel.backward`."""
+        """See `FlashKernel.backward`."""
         query, key, value, output, total = saved
         # without dropout the state of the random generator is not read
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -99,10 +101,10 @@ class CudnnKernel(NamedTuple):
 
     scale: float
     is_causal: bool
-    """Aligned with the first key."""
+    """Whether attention is causal, with the first query aligned with the first key."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As `FlashKernel.forward`."""
+        """See `FlashKernel.forward`."""
         heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
         output, total, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *heads_first, None, True, 0.0, self.is_causal, False, scale=self.scale
@@ -110,7 +112,7 @@ class CudnnKernel(NamedTuple):
         return output.transpose(1, 2), total.reshape(output.shape[:3])
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `FlashKernel.backward`."""
+        """See `FlashKernel.backward`."""
         *tensors, total = saved
         heads_first = (tensor.transpose(1, 2) for tensor in (grad, *tensors))
         unused = torch.empty((), dtype=torch.int64, device=grad.device)  # seed and offset: there is no dropout
@@ -129,17 +131,17 @@ class StoredScores(NamedTuple):
 
     scale: float
     is_causal: bool
-    """Aligned with the first key."""
+    """Whether attention is causal, with the first query aligned with the first key."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As `FlashKernel.forward`."""
+        """See `FlashKernel.forward`."""
         scores = self._scores(query, key)
         total = scores.logsumexp(-1)
         weights = (scores - total[..., None]).exp().to(query.dtype)
         return torch.einsum("bhqk,bkhe->bqhe", weights, _repeated(value, query)), total
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `FlashKernel.backward`."""
+        """See `FlashKernel.backward`."""
         query, key, value, output, total = saved
         weights = (self._scores(query, key) - total[..., None]).exp()
         sums = (grad * output).sum(-1).transpose(1, 2)[..., None]
@@ -171,12 +173,12 @@ class SequenceBySequence(NamedTuple):
 
     kernel: FlashKernel
     queries: tuple[int, ...]
-    """Numbers of queries."""
+    """Number of queries of each sequence."""
     keys: tuple[int, ...]
-    """Numbers of keys."""
+    """Number of keys of each sequence."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As `FlashKernel.forward`."""
+        """See `FlashKernel.forward`."""
         results = [
             self.kernel.forward(query[None, rows], key[None, used], value[None, used])
             for rows, used in self._sequences()
@@ -185,7 +187,7 @@ class SequenceBySequence(NamedTuple):
         return torch.cat(outputs, dim=1).squeeze(0), torch.cat(totals, dim=-1).squeeze(0)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `FlashKernel.backward`."""
+        """See `FlashKernel.backward`."""
         query, key, value, output, total = saved
         of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
         for rows, used in self._sequences():
@@ -210,12 +212,12 @@ class PaddedValues(NamedTuple):
     kernel: FlashKernel
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """As `FlashKernel.forward`."""
+        """See `FlashKernel.forward`."""
         output, total, *_ = self.kernel.forward(query, key, F.pad(value, (0, query.shape[-1] - value.shape[-1])))
         return output[..., : value.shape[-1]].contiguous(), total
 
     def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `FlashKernel.backward`."""
+        """See `FlashKernel.backward`."""
         query, key, value, output, total = saved
         width = value.shape[-1]
         grad, value, output = (F.pad(each, (0, query.shape[-1] - width)) for each in (grad, value, output))
@@ -251,7 +253,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_query(values: Tensor) -> Tensor:
-    """[..., heads, s] -> [..., s, heads, 1]."""
+    """Values by query: [..., heads, s] -> [..., s, heads, 1]."""
     return values.transpose(-1, -2)[..., None]
 
 

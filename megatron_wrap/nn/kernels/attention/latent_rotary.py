@@ -1,5 +1,5 @@
-"""Queries, keys and values of latent attention from its up-projections, in Triton: instead of splits, two rotations and
-concatenations, each of which copies. Import it only where Triton is installed.
+"""Queries, keys and values of latent attention from its up-projections, in Triton. It replaces splits, two rotations
+and concatenations, each of which copies. Import it only where Triton is installed.
 
 A program processes one token; arithmetic is in fp32. Of a projection's R rotary entries, (2i, 2i + 1) are a pair, which
 is stored rotated at (i, i + R / 2). `cos` and `sin` are fp32 [S, R / 2].
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_wrap.nn.kernels.rotary import cos_sin
 
 MAX_HEADS = 16
-"""Heads in one iteration of a program."""
+"""Maximum number of heads in one iteration of a program."""
 
 
 @triton.jit
@@ -29,7 +29,8 @@ def _neighbours(entries, rows: tl.constexpr, pairs: tl.constexpr):
 
 @triton.jit
 def _rotate(entries, half, c, s, mask, of_both, block: tl.constexpr, pairs: tl.constexpr):
-    """Rotate [block, 2 * half] in place. The barrier: other threads load the entries that one stores."""
+    """Rotate [block, 2 * half] in place. The barrier is needed because other threads load the entries that a thread
+    stores."""
     pair, both = tl.arange(0, pairs)[None, :], tl.arange(0, 2 * pairs)[None, :]
     x, y = _neighbours(tl.load(entries + both, mask=of_both, other=0.0), block, pairs)
     tl.debug_barrier()
@@ -76,7 +77,7 @@ def _latent_rotary_kernel(
     half,
     value_width,
 ):
-    """Backward, all tensors are gradients, and the rotation is the other way round."""
+    """In the backward pass all tensors are gradients, and the rotation is inverted."""
     program = tl.program_id(0).to(tl.int64)
     token, row = program // batch, program % batch
     pair, both = tl.arange(0, pairs)[None, :], tl.arange(0, 2 * pairs)[None, :]
@@ -116,7 +117,7 @@ def _latent_rotary_kernel(
 def _launch(
     query: Tensor, mixed: Tensor, key: Tensor, value: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, backward: bool
 ) -> None:
-    """Of contiguous tensors, and `shared` with a contiguous last dimension."""
+    """Launch the kernel. All tensors are contiguous; of `shared` only the last dimension must be."""
     tokens, batch, heads, width = query.shape
     half = cos.shape[1]
     plain, value_width = width - 2 * half, value.shape[-1]
@@ -171,11 +172,11 @@ def latent_rotary(
 
     Args:
         query: [S, B, heads, P + R] on a GPU, the last R entries of a head not yet rotated.
-        mixed: [S, B, heads, P + value_width]: of each head the part of its key without positions, and its value.
+        mixed: [S, B, heads, P + value_width]: for each head the part of its key without positions, then its value.
         shared: [S, B, R]: the rotary part of the key, the same for all heads, not yet rotated.
         angles: fp32 [at least S, 1, 1, R] in radians, its halves equal.
-        value_width: entries of a head's value.
-        factor: the rotated entries are multiplied by it (YaRN); the same for all calls with these angles.
+        value_width: size of a value head.
+        factor: factor of the rotated entries (YaRN); the same for all calls with these angles.
 
     Returns:
         Queries and keys [S, B, heads, P + R] and values [S, B, heads, value_width], each contiguous.

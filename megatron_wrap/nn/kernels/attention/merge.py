@@ -58,13 +58,13 @@ def _merge_attention_kernel(
 
 
 def merge_parts_(output: Tensor, total: Tensor, other: Tensor, other_total: Tensor) -> None:
-    """Add the attention to further keys to that of the same queries, in place.
+    """Merge the attention of the same queries to further keys into `output` and `total`, in place.
 
     Args:
         output: [b, s, heads, d] on a GPU in any floating dtype but float64, without gaps in the last dimension.
         total: fp32 [b, heads, s], the logsumexp.
-        other: as `output`, also in another dtype.
-        other_total: as `total`.
+        other: output of the attention to the further keys, in the shape of `output`, in any of these dtypes.
+        other_total: logsumexp of `other`, in the shape and dtype of `total`.
     """
     batch, tokens, heads, width = output.shape
     block_width = triton.next_power_of_2(width)

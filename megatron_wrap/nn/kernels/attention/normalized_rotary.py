@@ -1,5 +1,5 @@
 """Queries, keys and values of one projection, with the norms and the rotary position embedding of queries and keys, in
-Triton: instead of a split, copies, two norms and two rotations. Import it only where Triton is installed.
+Triton. It replaces a split, copies, two norms and two rotations. Import it only where Triton is installed.
 
 A row is a head of a token. A program of the forward processes some rows; one of the backward many, and it adds up their
 part of the norms' gradients. Arithmetic is in fp32, and nothing is rounded between norm and rotation.
@@ -38,7 +38,7 @@ class HeadNorms:
 
 @triton.jit
 def _offsets(row, rows, groups, queries, width):
-    """Of each row: its token, its offset in the projection, in queries and in keys and values; masks of the rows that
+    """Token of each row, and its offset in the projection, in queries and in keys and values; masks of the rows that
     exist, and of those that are queries, keys and values."""
     heads = groups * (queries + 2)
     token, head = row // heads, row % heads
@@ -60,7 +60,7 @@ def _offsets(row, rows, groups, queries, width):
 
 @triton.jit
 def _weights(gamma_q, gamma_k, entry, is_q, is_v, inside, zero_centered: tl.constexpr):
-    """fp32 [rows, entries]; 1 for values."""
+    """Norm weights of the rows, fp32 [rows, entries]; 1 for values."""
     of_q = tl.load(gamma_q + entry, mask=inside, other=0.0).to(tl.float32)
     of_k = tl.load(gamma_k + entry, mask=inside, other=0.0).to(tl.float32)
     weight = tl.where(is_q, of_q, of_k)
@@ -79,7 +79,7 @@ def _angles(cos, sin, token, batch, half, pair, is_v, inside):
 
 @triton.jit
 def _entries(width, half, interleaved: tl.constexpr, pairs: tl.constexpr, others: tl.constexpr):
-    """Of a head: its pairs, their first and second entries, the entries that are not rotated; masks of the pairs and of
+    """Pairs of a head, their first and second entries, and the entries that are not rotated; masks of the pairs and of
     those entries, whose numbers are rounded up to powers of two."""
     pair = tl.arange(0, pairs)[None, :]
     first = 2 * pair if interleaved else pair
@@ -90,7 +90,7 @@ def _entries(width, half, interleaved: tl.constexpr, pairs: tl.constexpr, others
 
 @triton.jit
 def _normal(source, first, second, other, valid, is_v, in_pairs, in_rest, eps, width: tl.constexpr, half: tl.constexpr):
-    """fp32 entries of rows over their root mean square, and the factor; values as they are."""
+    """Entries of the rows divided by their root mean square, in fp32, and the factor; values are unchanged."""
     x = tl.load(source + first, mask=valid & in_pairs, other=0.0).to(tl.float32)
     y = tl.load(source + second, mask=valid & in_pairs, other=0.0).to(tl.float32)
     z = tl.zeros_like(valid).to(tl.float32)
@@ -141,7 +141,7 @@ def _normalized_rotary_kernel(
 
 @triton.jit
 def _added(of_q, of_k, product, is_q, is_k):
-    """Both sums [tile, entries], to which the products of queries' and of keys' rows are added."""
+    """Both sums [tile, entries] plus the products of rows that are queries and of rows that are keys."""
     return of_q + tl.where(is_q, product, 0.0), of_k + tl.where(is_k, product, 0.0)
 
 
@@ -276,15 +276,14 @@ class _NormalizedRotary(torch.autograd.Function):
 def split_normalized_rotary(
     mixed: Tensor, norms: HeadNorms, angles: Tensor, queries: int, interleaved: bool = False, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rotary.split_rotary`, with heads of queries and keys that are normalized first.
+    """`rotary.split_rotary` with heads of queries and keys that are normalized first.
 
     Args:
-        mixed: [S, B, groups, (queries + 2) * width] on a GPU: of each group its queries, its key and its value.
-        norms: their weights have the width of a head.
+        mixed: [S, B, groups, (queries + 2) * width] on a GPU: for each group its queries, its key and its value.
+        norms: norms whose weights have the width of a head.
         angles: as for `rotary.apply_rotary`.
         queries: query heads of a group.
-        factor: the rotated entries of queries and keys are multiplied by it (YaRN); the same for all calls with these
-            angles.
+        factor: factor of the rotated entries of queries and keys (YaRN); the same for all calls with these angles.
 
     Returns:
         [S, B, groups * queries, width], [S, B, groups, width] and [S, B, groups, width], each contiguous, in the dtype

@@ -18,7 +18,7 @@ from megatron_wrap.platform.megatron_core.added_gradients import placeholder
 from megatron_wrap.platform.megatron_core.first_gradients import zero_if_stale
 
 AddRowGradients = Callable[[Tensor, Tensor, Tensor], None]
-"""(ids, gradient [*ids.shape, H], buffer [V, H]): adds in place."""
+"""Function (ids, gradient [*ids.shape, H], buffer [V, H]) that adds the gradient to the rows of the buffer in place."""
 
 
 class _Lookup(torch.autograd.Function):
@@ -38,8 +38,8 @@ class _Lookup(torch.autograd.Function):
 
 
 def _has_buffer(weight: Any) -> bool:
-    """Whether each layer that uses the weight may add its gradient to an fp32 buffer. Not if it is tied to the output
-    layer on this rank (`zero_out_wgrad`), whose gradient has the size of the vocabulary anyway."""
+    """Whether each layer that uses the weight may add its gradient to an fp32 buffer. False for a weight that is tied
+    to the output layer on this rank (`zero_out_wgrad`), whose gradient has the size of the vocabulary anyway."""
     main_grad = getattr(weight, "main_grad", None)
     is_fp32 = main_grad is not None and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
     return is_fp32 and hasattr(weight, "grad_added_to_main_grad") and not getattr(weight, "zero_out_wgrad", False)
@@ -52,7 +52,7 @@ def lookup(ids: Tensor, weight: Tensor, add: AddRowGradients) -> Tensor:
     Args:
         ids: int64, indices in [0, V).
         weight: [V, H].
-        add: adds the gradients of the rows.
+        add: function that adds the gradients of the rows.
 
     Returns:
         [*ids.shape, H].

@@ -4,7 +4,7 @@ installed.
 The tokens are sorted by row and cut into parts of equal length. A program computes the sum of the tokens that one row
 has in one part. It adds the sum to the buffer if these are all tokens of the row, else it stores it, and a second
 kernel adds up the sums of a row's parts. So a row that most tokens have (padding; ids of other ranks, which are looked
-up as 0 and have the gradient 0) is no long loop, and no sum depends on the order in which programs run.
+up as 0 and have the gradient 0) does not become a long loop, and no sum depends on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 _PART = 64
 """Tokens of a part."""
 _TOKENS, _COLUMNS = 8, 1024
-"""Of the block that a program loads at once; most rows have few tokens."""
+"""Tokens and columns of the block that a program loads at once; most rows have few tokens."""
 _SUMS, _COLUMNS_OF_SUMS = 32, 256
-"""The same for the sums of parts."""
+"""Sums of parts, and their columns, that a program loads at once."""
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _embedding_border_kernel(
     block_sums: tl.constexpr,
     block_columns: tl.constexpr,
 ):
-    # Of the row that begins in this part and continues in the next one, if there is such a row
+    # Adds up the sums of the row that begins in this part and continues in the next one, if there is such a row
     index = tl.program_id(0)
     begin, end = index * part, (index + 1) * part
     row = tl.load(rows + end)

@@ -1,7 +1,7 @@
 """The choice of experts and their weights in Triton, one kernel in each direction: scores, top-k, normalization, and
-what balance losses need of them, sums over tokens. Import it only where Triton is installed.
+the sums over tokens that balance losses need. Import it only where Triton is installed.
 
-A program has some tokens of a sequence with the scores of all experts in registers, and writes its part of the sums.
+A program holds some tokens of a sequence with the scores of all experts in registers, and writes its part of the sums.
 Arithmetic is in fp32; of equal scores the expert with the lower number is chosen first.
 """
 
@@ -57,7 +57,7 @@ def _within_best_groups(
 
 @triton.jit
 def _tokens(rows: tl.constexpr):
-    # of one sequence; the tokens of all sequences alternate
+    # Indices of a program's tokens, all of one sequence; the tokens of all sequences alternate
     return (tl.program_id(0) * rows + tl.arange(0, rows)) * tl.num_programs(1) + tl.program_id(1)
 
 
@@ -92,7 +92,7 @@ def _softmax(values, available):
 
 @triton.jit
 def _store_sums(sums, part, parts: tl.constexpr, values, counted, experts, columns: tl.constexpr):
-    # of the counted rows of a program; sums: [programs of a sequence, parts, sequences, experts]
+    # Stores the sums over a program's counted rows; sums: [programs of a sequence, parts, sequences, experts]
     total = tl.sum(tl.where(counted[:, None], values, 0.0), axis=0)
     row = (tl.program_id(0).to(tl.int64) * parts + part) * tl.num_programs(1) + tl.program_id(1)
     column = tl.arange(0, columns)
@@ -226,15 +226,18 @@ class Routing(NamedTuple):
     """The experts of T tokens of some sequences."""
 
     weights: Tensor
-    """[T, experts] in the dtype of the logits; 0 where an expert is not chosen."""
+    """Weights of the experts, [T, experts] in the dtype of the logits; 0 where an expert is not chosen."""
     chosen: Tensor
-    """bool [T, experts]."""
+    """Mask of the chosen experts, bool [T, experts]."""
     score_sums: Tensor | None
-    """fp32 [sequences, experts], with gradient: sums of the scores, which add up to 1 for each token."""
+    """Sums of the scores, which add up to 1 for each token, fp32 [sequences, experts] with gradient; None: not
+    requested."""
     best_counts: Tensor | None
-    """fp32 [sequences, experts]: tokens for which an expert has one of the highest scores, without bias and groups."""
+    """Tokens for which an expert has one of the highest scores, without bias and groups, fp32 [sequences, experts];
+    None: not requested."""
     chosen_counts: Tensor | None
-    """fp32 [sequences, experts]: tokens of each expert. All sums and counts are without padding."""
+    """Tokens of each expert, fp32 [sequences, experts]; None: not requested. All sums and counts are without
+    padding."""
 
 
 class _Route(torch.autograd.Function):

@@ -21,7 +21,8 @@ def _split_to_bf16_kernel(values, parts, columns, block: tl.constexpr):
 
 
 def split(values: Tensor) -> Tensor:
-    """bf16 [N, 3 * columns] of fp32 [N, columns] on a GPU: three tensors side by side, whose sum they are."""
+    """Split fp32 values [N, columns] on a GPU into three tensors that add up to them, side by side: bf16 [N, 3 *
+    columns]."""
     rows, columns = values.shape
     parts = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=values.device)
     if rows:
