@@ -62,7 +62,7 @@ def _chosen(jobs: Sequence[SubmittedJob], text: str) -> SubmittedJob:
     """The newest job with this number or name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such job.
     """
     for job in reversed(jobs):
         if text in (job.id, job.name):

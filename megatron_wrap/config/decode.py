@@ -48,7 +48,7 @@ def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ())
 
 
 def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ComposedConfig:
-    """The composed values of a run's YAML, including the architecture of `model_provider.hf_path`; keys are validated,
+    """The composed values of a run's YAML, including the architecture of `model_provider.hf_path`. Keys are validated,
     types are not."""
     nest = read_view(path, overrides)
     add_hugging_face(nest)

@@ -156,7 +156,7 @@ def _within_run(path: str, flow_key: str | None = None) -> Schema:
 
 
 def _files(entry: Folder | TreeFile) -> dict[str, TreeFile]:
-    """Name -> file: the files of which a section selects one, or its only file."""
+    """Name -> file, for the files of which a section selects one, or for its only file."""
     entries = entry.entries if isinstance(entry, Folder) else {entry.name: entry}
     return {name: file for name, file in entries.items() if isinstance(file, TreeFile)}
 

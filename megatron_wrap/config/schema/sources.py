@@ -13,7 +13,7 @@ from megatron_wrap.errors import ConfigError
 
 SourceKind = Literal["file", "folder", "glob", "python", "hub"]
 FILE_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".arrow")
-"""Endings of files that a source reads; a file with another ending is read as JSON lines."""
+"""File endings that a source recognizes; a file with another ending is read as JSON lines."""
 _PYTHON = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -41,9 +41,9 @@ class SourceConfig:
     """Share of an epoch relative to the other sources' weights; an epoch then has as many samples as all sources
     together. Set one of weight, epochs and samples; all null: epochs 1."""
     epochs: float | None = key(None, above=0)
-    """Passes over this source in an epoch of the run."""
+    """Number of passes over this source in an epoch of the run."""
     samples: int | None = key(None, at_least=1)
-    """Samples of this source in an epoch; of an evaluation set, its first samples."""
+    """Number of samples of this source in an epoch; of an evaluation set, its first samples."""
     sample_weight: float = key(1.0, at_least=0)
     """Factor of each sample's loss weight, multiplied with its column `weight`, if any."""
     max_length: int | None = key(None, at_least=1)
