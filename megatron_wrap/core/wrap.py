@@ -363,7 +363,7 @@ class MegatronWrap:
         self._ready().records.log_last()
 
     def fit(self, on_step: Callable[[Self, dict[str, float]], Any] | None = None) -> dict[str, float]:
-        """Run the rest of the run in one call: `batches`, `train` and `log_last_metrics` for each step, `evaluate` by
+        """Train the rest of the run in one call: `batches`, `train` and `log_last_metrics` for each step, `evaluate` by
         `eval_interval` and at the end, `save` at the end where `save` is set. Collective.
 
         With `megatron_wrap.checkpoint.best_metric`, each evaluation by `eval_interval` and that after the last step,

@@ -80,8 +80,8 @@ class RankPool:
         """Call a module-level function on every rank; returns the results in rank order.
 
         Raises:
-            RankError: it raised on a rank, or exceeded the time limit. Any exception, also that of a test's time limit,
-                closes the pool: the results that ranks still send belong to no later call.
+            RankError: the function raised on a rank, or exceeded the time limit. Any exception, also that of a test's
+                time limit, closes the pool: the results that ranks still send belong to no later call.
         """
         request = pickle.dumps((function, arguments, named))
         try:
@@ -119,7 +119,8 @@ class RankPool:
         return results
 
     def _signal_all(self, name: str) -> None:
-        """Stop or continue idle processes, in which gloo would poll its sockets a hundred times a second."""
+        """Stop or continue the idle processes, in which gloo would otherwise poll its sockets a hundred times a
+        second."""
         if self._stops_idle:
             for process in self._processes:
                 if process.exitcode is None:
@@ -140,7 +141,7 @@ class RankPool:
 
 
 def _messages(connection: Connection) -> Iterator[bytes]:
-    """The parent's messages, until it closes the connection; exits the process if the parent is gone."""
+    """The parent's messages until it closes the connection; exits the process if the parent is gone."""
     parent = os.getppid()
     while True:
         # other ranks have inherited copies of the parent's ends of the pipes, so its death causes no end of file
