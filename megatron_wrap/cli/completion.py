@@ -43,9 +43,9 @@ def complete() -> None:
         parents = [command_parser(name)[1]] if is_named else []
         command = commands.add_parser(name, parents=parents, conflict_handler="resolve")
         for action in command._actions:
-            if action.nargs == "*":  # of which argparse expects none after an option
+            if action.nargs == "*":  # argparse expects no such argument after an option
                 action.nargs = "+"
-    completer: Any = _complete_argument  # as argcomplete documents: any function of these parameters
+    completer: Any = _complete_argument  # argcomplete accepts any function with these parameters
     autocomplete(program, always_complete_options=False, default_completer=completer)
 
 

@@ -1,4 +1,5 @@
-"""From a run's YAML to the frozen dataclasses of `schema`; `checks` refuses contradictions between their values."""
+"""Decoding of a run's YAML into the frozen dataclasses of `schema`; `checks` refuses contradictions between their
+values."""
 
 import dataclasses
 import functools

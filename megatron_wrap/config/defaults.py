@@ -152,7 +152,7 @@ def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool)
     has_kernel = machine.platform == "cuda" and (transformer_engine or machine.triton)
     no_kernel = "the platform is cpu" if machine.platform == "cpu" else "Triton is not installed"
     if arch.position_embedding_type == "rope":
-        # that of fusions/fused_mla_yarn_rope_apply.py supports only YaRN, and not fp32
+        # the kernel of fusions/fused_mla_yarn_rope_apply.py supports only YaRN, and not fp32
         latent = "latent attention has a kernel in Triton that needs no choice" if machine.triton else no_kernel
         fused = has_kernel and not arch.multi_latent_attention
         yield Choice("arch.apply_rope_fusion", fused, owner if fused else latent if has_kernel else no_kernel)

@@ -143,7 +143,7 @@ def resolve_folder(path_or_id: str) -> Path:
         cached = Path(snapshot_download(path_or_id, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise NotDownloaded(path_or_id) from error
-    if not (cached / "config.json").is_file():  # the cache contains other files of it
+    if not (cached / "config.json").is_file():  # the cache contains only other files of the repository
         raise NotDownloaded(path_or_id)
     return cached
 

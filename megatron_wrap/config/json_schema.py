@@ -60,7 +60,7 @@ def json_schema(root: Folder, flows: FlowKeys, upstream: UpstreamKeys) -> Schema
     """The schema of configurations over the tree `root`.
 
     Args:
-        flows: of further flows, any key is accepted.
+        flows: keys of the known flows; of further flows, any key is accepted.
     """
     defs = definitions()
     for key, keys in flows.items():

@@ -45,7 +45,7 @@ def type_schema(hint: Any) -> Schema:
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, types.UnionType):
-        # typing caches unions: their order is that of the first equal one in the process
+        # typing caches unions: a union has the order of the first equal one in the process
         return _any_of(sorted(map(type_schema, arguments), key=json.dumps))
     if origin is tuple and Ellipsis not in arguments:
         items = [type_schema(argument) for argument in arguments]

@@ -693,7 +693,7 @@ class MegatronWrap:
 
     def _where(self) -> tuple[int | None, str]:
         """(iteration, phase) of the run under way, else the last known ones."""
-        if self._run is not None:  # else what was known last: the run is set up or closed
+        if self._run is not None:  # else the last known values: the run is set up or closed
             self._last_known = self._run.state.progress.iteration + 1, current_phase()
         return self._last_known
 

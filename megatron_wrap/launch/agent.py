@@ -195,7 +195,7 @@ def _exit_code(
     if watch is not None:
         errors = {of: error_of(records.ending(of), failures.get(of)) for of in failed}
         sentence = watch.failed(failed, rank, errors[rank][0], {of: text for of, (_, text) in errors.items()})
-    if logs is not None and rank != 0:  # the console has those of rank 0
+    if logs is not None and rank != 0:  # the console has the lines of rank 0
         sys.stderr.write(rank_log.summary(logs, rank))
     where = "messages of the processes are above" if logs is None else f"{logs} has the messages of each rank"
     sys.stderr.write(f"error: {sentence}; {where}\n")

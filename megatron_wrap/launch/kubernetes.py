@@ -217,7 +217,7 @@ class KubernetesJob:
             return Ended(1, finished=False)
         pod = min(failed, key=lambda pod: (pod.exit_code != 2, pod.ended_at))
         if pod.name not in self._printed:
-            with contextlib.suppress(PlatformError):  # it has none
+            with contextlib.suppress(PlatformError):  # the pod has no log
                 sys.stdout.write(self._kubectl("logs", "--tail", str(_SHOWN_LINES), pod.name))
         self._say(f"error: pod {pod.name} ended with {pod.ending}; TrainJob {self._name} has failed: {reason}")
         return Ended(pod.exit_code or 1, finished=False)

@@ -226,7 +226,7 @@ class RayJob:
             rank, cause = min(failures.items(), default=("", self._outcome))
             line = (str(cause).strip().splitlines() or [type(cause).__name__])[-1].strip()
             where = f"worker {rank}: " if failures else ""
-            if rank:  # the console has those of rank 0
+            if rank:  # the console has the lines of rank 0
                 sys.stderr.write(rank_log.summary(self._logs, int(rank)))
             sys.stderr.write(f"error: {where}{type(cause).__name__}: {line}; logs: {self._logs}\n")
             return Ended(1, finished=False)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SNAPSHOT = "checkpoint_manager_snapshot.json"
 """File with Ray's list of the checkpoints of a run, including those that retention has removed."""
 
-_train: Any = ray.train  # its stubs have the classes of Ray Train V1 alone
+_train: Any = ray.train  # its stubs declare only the classes of Ray Train V1
 
 
 class Trainer(DataParallelTrainer):
@@ -48,7 +48,7 @@ class Trainer(DataParallelTrainer):
         self._folder = Path(os.path.abspath(folder))
         machine = this_machine(config.init.platform)
         connections = cuda_connections(config, machine, os.environ.get(CONNECTIONS)).value
-        DataParallelTrainer.__init__(  # that of TorchTrainer, which may stand between, starts a process group
+        DataParallelTrainer.__init__(  # not TorchTrainer's, which may be a base class too and starts a process group
             self,
             work,
             backend_config=RankConfig(),
@@ -63,7 +63,7 @@ class Trainer(DataParallelTrainer):
         )
 
     def _create_default_callbacks(self) -> list[Any]:
-        # one process less that imports Ray while the workers start: a run reads its samples without Ray
+        # a run reads its samples without Ray: this saves a process that imports Ray while the workers start
         return [each for each in super()._create_default_callbacks() if type(each).__name__ != "DatasetsCallback"]
 
     def fit(self) -> ray.train.Result:

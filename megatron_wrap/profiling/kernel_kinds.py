@@ -19,9 +19,9 @@ def _rules(*rules: tuple[str, str]) -> _Rules:
 
 _KERNELS = _rules(
     (COMMUNICATION, r"nccl|userbuffers|nvshmem|symm_mem|one_shot_all_reduce|two_shot_all_reduce"),
-    # before the products: FlashAttention 3 is built from CUTLASS
+    # before the matmuls: FlashAttention 3 is built from CUTLASS
     (ATTENTION, r"flash|fmha|sdpa|attn|attention|thd_|masked_softmax|cunn_softmax|softmax_warp_\w+<.*\bfalse>"),
-    # linear attention of flash-linear-attention, and its convolution here
+    # linear attention of flash-linear-attention, and this package's convolution for it
     (
         ATTENTION,
         r"delta_rule|chunk_(fwd|bwd)_kernel|_wy_repr_|recompute_w_u|chunk_local_cumsum|causal_conv1d|short_convolution",

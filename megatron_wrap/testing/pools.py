@@ -47,7 +47,7 @@ def import_for_ranks() -> None:
     finally:
         if not was_installed:
             platform.uninstall()
-    if not was_installed:  # what an installation reads of the imported modules is then known in forked processes
+    if not was_installed:  # forked processes inherit its records of the imported modules
         platform.install()
         platform.uninstall()
 

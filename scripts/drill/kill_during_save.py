@@ -310,7 +310,7 @@ def trial(name: str, seed: int, references: dict[tuple[int, str], Unbroken], fol
     begun = [int(line[0]) for line in first.entries("saves")]
     done = [int(line[0]) for line in first.entries("saved")] if save == "plain" else [store.latest() or 0]
     last_begun, last_done = max(begun, default=0), max(done, default=0)
-    returned = max([int(line[0]) for line in first.entries("saved")], default=0)  # of an asynchronous save: was copied
+    returned = max([int(line[0]) for line in first.entries("saved")], default=0)  # an asynchronous save: copied
     second = Life(folder, "second", ranks, save)
     wrong = [] if second.end() else ["the second run failed"]
     wrong += differences([first, second], reference)

@@ -109,7 +109,7 @@ def differences(pool: RankPool, folder: Path, flow: str, overrides: tuple[str, .
     """Differences between the unbroken run and the runs that begin at each of its checkpoints."""
     whole, begun = folder / "whole", folder / "begun"
     for path in (whole, begun):
-        shutil.rmtree(path, ignore_errors=True)  # of the trial before
+        shutil.rmtree(path, ignore_errors=True)  # left by the previous trial
     unbroken = pool.run(train, str(whole), flow, overrides, True)
     wrong = [] if len(unbroken[0]) == STEPS + 1 else [f"the unbroken run took {len(unbroken[0]) - 1} steps"]
     for step in range(1, STEPS):

@@ -66,7 +66,7 @@ def _check_experts(config: RunConfig) -> None:
         rule = "target_parameters cannot drop an adapter's inputs, as in peft; write 0.0"
         refuse(config, ["adapter.target_parameters", "adapter.lora_dropout"], rule)
     if all(entry.endswith(".weight") for entry in config.adapter.target_parameters):
-        return  # of linear layers
+        return  # only linear layers have adapters
     if arch.experts_impl not in ("auto", "grouped_mm") or arch.moe_grouped_gemm is not None:
         key = "arch.moe_grouped_gemm" if arch.moe_grouped_gemm is not None else "arch.experts_impl"
         rule = "adapters of experts are computed in grouped products; set experts_impl to grouped_mm"

@@ -34,7 +34,7 @@ def check_run(config: RunConfig) -> None:
 
 def check_values(config: RunConfig) -> None:
     """The part of `check_run` that checks values alone and does not access the disk."""
-    _check_ranges(config)  # the others compute with the values
+    _check_ranges(config)  # the other checks compute with the values
     check_each(config, (check_needs, check_model, check_training, _check_graphs, _check_platform, _check_slurm))
 
 

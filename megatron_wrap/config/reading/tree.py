@@ -114,7 +114,7 @@ def _scan(roots: list[Path], relative: str) -> Folder:
     entries: dict[str, Folder | TreeFile] = {}
     for folder in folders:
         overlaid = len(roots) > 1 and folder == roots[-1] / relative
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):  # its entries know what is a folder
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):  # its entries have their type
             suffix = os.path.splitext(entry.name)[1]
             if entry.name.startswith((".", "__")) or (entry.is_file() and suffix not in (".yaml", ".yml")):
                 continue

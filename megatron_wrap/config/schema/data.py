@@ -37,8 +37,8 @@ class DataConfig:
     """Folder of cached tokenized samples, by data, tokenizer and template; null: no cache. indexed: folder of the
     indices; null: `cache` in the folder of the first prefix."""
     packing_window: int = key(1024, at_least=1)
-    """With flow.packing, samples that are packed into rows together; more fill the rows better, but randomize the order
-    less."""
+    """With flow.packing, number of samples that are packed into rows together; more samples fill the rows better, but
+    randomize the order less."""
     num_samples: int = key(1024, at_least=1)
     """Number of samples of mock data."""
     shuffle: bool = True

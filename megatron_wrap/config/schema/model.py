@@ -105,7 +105,8 @@ class ArchConfig:
     """Sliding window of attention, [before, after] a token's own position, -1: unlimited; null: none. transformers'
     sliding_window W (Mistral) is [W - 1, 0]."""
     window_attn_skip_freq: int | tuple[int, ...] | None = None
-    """With window_size, layers without it: every N-th, or a list of 1 (window) and 0 for each layer; null: none."""
+    """With window_size, layers without a window: every N-th, or a list of 1 (window) and 0 for each layer; null:
+    none."""
     window_rotary_base: float | None = key(None, above=0)
     """Base of the rotary frequencies of layers with a window, which are not scaled (Gemma 3, OLMo 3); null: as in the
     other layers."""
@@ -246,9 +247,9 @@ class ParallelConfig:
     context_parallel_size: int = key(1, at_least=1)
     """Processes that share each sequence (CP)."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
-    """What attention of shared sequences exchanges. all_gather: keys and values. p2p: keys and values in a ring, during
-    attention (torch's gathers those of windows). a2a: heads. null: p2p where attention hides it, else the fewest bytes;
-    the log explains the choice."""
+    """Exchange in the attention of shared sequences. all_gather: keys and values. p2p: keys and values in a ring,
+    during attention (torch's gathers those of windows). a2a: heads. null: p2p where attention hides it, else the fewest
+    bytes; the log explains the choice."""
     expert_model_parallel_size: int = key(1, at_least=1)
     """Processes that share the experts of a mixture-of-experts layer (EP)."""
     expert_tensor_parallel_size: int | None = key(None, at_least=1)
@@ -359,7 +360,7 @@ class AdapterConfig:
     """Storage of the frozen weights of linear layers: bf16 in the run's dtype; fp8 and nf4 quantized (QLoRA,
     arXiv:2305.14314), and dequantized layer by layer when needed. nf4 needs torchao (megatron-wrap[qlora])."""
     base_digest: Literal["headers", "weights"] = "headers"
-    """What a checkpoint of the adapter alone records of hf_path, and a resumed run compares. headers: config.json and
+    """Record of hf_path in a checkpoint of the adapter alone, which a resumed run compares. headers: config.json and
     the names, sizes and headers of the weight files; weights: also their contents, which are read for it."""
     keep_base: bool = False
     """Save the frozen weights with each checkpoint; false: only the adapter, if the frozen weights are those of
@@ -367,5 +368,6 @@ class AdapterConfig:
 
     @property
     def decomposes_base(self) -> bool:
-        """Whether the initial factors are those of the base's weights, and their product is taken from the base."""
+        """Whether the initial factors are computed from the base's weights, and their product is subtracted from the
+        base."""
         return self.init_lora_weights == "pissa"

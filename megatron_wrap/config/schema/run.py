@@ -176,7 +176,7 @@ class CheckpointConfig:
     """Minutes that the end of a run waits for its uploads; what is not sent then stays in the staging folder, and the
     next start sends it."""
     export_hf: bool = False
-    """With each checkpoint, write a Hugging Face folder `hf_ITERATION` to the same folder."""
+    """Write a Hugging Face folder `hf_ITERATION` to the same folder with each checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,7 @@ class ProfileConfig:
     output_dir: str | None = None
     """Folder of the traces and tables; null: `profile` in the run's output folder."""
     memory_snapshot: bool = True
-    """On GPUs, record the allocations of the step before for https://pytorch.org/memory_viz."""
+    """On GPUs, record the allocations of the step before the profiled ones for https://pytorch.org/memory_viz."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +276,7 @@ class RunConfig:
         return getattr(getattr(self, section), key)
 
     def set_by(self, path: str) -> SetBy:
-        """What sets the value at the dotted `path`."""
+        """Kind of origin of the value at the dotted `path`."""
         return self.origins[path].set_by if path in self.origins else SetBy.TREE
 
     def located(self, path: str) -> str:

@@ -67,8 +67,8 @@ def validate(
     """Validate a decoded configuration.
 
     Args:
-        num_processes: of a run that a command is about to start, over all nodes: its layout, data files and flow are
-            validated once, for all processes. None: this process is one of them.
+        num_processes: number of processes, over all nodes, of a run that a command is about to start: its layout, data
+            files and flow are validated once, for all processes. None: this process is one of them.
         own_script: the processes run a script of the user, which may register the flow itself.
         has_files: the processes see the files and devices of this machine.
 

@@ -92,7 +92,7 @@ def checkpoint_bytes(config: RunConfig) -> int | None:
     sizes = {} if latest is None else read_facts(store.find(latest) or Path()).get("files", {})
     if sizes:
         return sum(sizes.values())
-    if saves_adapter_alone(config) or config.arch.vocab_size is None:  # null: that of a tokenizer
+    if saves_adapter_alone(config) or config.arch.vocab_size is None:  # null: the size of a tokenizer
         return None
     try:
         exported = export_format(config)
@@ -107,7 +107,7 @@ def file_clock(subject: Subject) -> Iterator[Finding]:
     if subject.save is None:
         return
     folder = existing(subject.save)
-    with contextlib.suppress(OSError):  # an error of free_space
+    with contextlib.suppress(OSError):  # free_space reports the error
         ahead = _write(folder)
         if abs(ahead) > _CLOCK_SECONDS:
             difference = f"{abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'}"

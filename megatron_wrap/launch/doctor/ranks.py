@@ -89,7 +89,7 @@ def _between_nodes(store: dist.Store, node: Node, save: Path | None) -> list[Ans
     if save is not None:
         probe = existing(save) / PROBE.format(secrets.token_hex(8))
         if node.index == 0:
-            with contextlib.suppress(OSError):  # an error of the free space
+            with contextlib.suppress(OSError):  # the check of free space reports the error
                 probe.touch()
         first = _exchanged(store, "probe", node.index, node.count, [node.name, probe.name])[0]
         results.append(_shared_folder(existing(save), *first))

@@ -101,7 +101,7 @@ class ProcessWatch:
         cause = cause_of(exit_codes[first])
         if self._stopped is not None:
             first, cause = self._stopped
-        elif message and exit_codes[first] == -signal.SIGTERM:  # of torchrun's agent, while the exception ended it
+        elif message and exit_codes[first] == -signal.SIGTERM:  # the agent's signal, while the exception ended it
             cause = "ended with exit code 1"
         failed, others = states[first], {rank: text for rank, text in (tracebacks or {}).items() if text}
         content = {
@@ -340,7 +340,7 @@ def first_failure(
     errors = {rank: each.time for rank in failed if (each := records.ending(rank)) is not None and each.message}
     if first_end is not None:
         rank, at = first_end
-        is_consequence = failed.get(rank) in (None, -signal.SIGTERM, -signal.SIGABRT)  # of torchrun's agent, of NCCL
+        is_consequence = failed.get(rank) in (None, -signal.SIGTERM, -signal.SIGABRT)  # the agent's signals, NCCL's
         if rank not in errors and not is_consequence and at < min(errors.values(), default=at) + _SIMULTANEOUS_SECONDS:
             return rank
     if errors:

@@ -50,7 +50,7 @@ class CpuPlatform(Platform):
 
     @property
     def has_transformer_engine(self) -> bool:
-        """False: its kernels need CUDA."""
+        """False: Transformer Engine's kernels need CUDA."""
         return False
 
     def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:

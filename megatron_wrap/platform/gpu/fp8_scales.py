@@ -55,7 +55,7 @@ def forget_scales() -> None:
 
 def _check(name: str, state: Any) -> None:
     try:
-        if isinstance(state, io.BytesIO):  # of older versions of Transformer Engine, which read it with torch.load
+        if isinstance(state, io.BytesIO):  # older versions of Transformer Engine read it with torch.load
             restricted_pickle.torch_load(io.BytesIO(state.getvalue()))
             return
         restricted_pickle.load(io.BytesIO(state.detach().cpu().numpy().tobytes()), _known)

@@ -61,7 +61,7 @@ class CudaPlatform(Platform):
         return bool(importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE)
 
     def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
-        # CUDA has read the others if it is in use
+        # if CUDA is in use, it has read the other variables
         for name, value in {_TF32: "0", **({} if torch.cuda.is_initialized() else environment)}.items():
             replacements.keep_item(os.environ, name)
             os.environ.setdefault(name, value)

@@ -119,7 +119,7 @@ def _compare_arguments_fast(graphs: Any, replacements: Replacements) -> None:
         equal = equal and all(map(_is_like, args, positional))
         if equal and all(_is_like(value, named[name]) for name, value in kwargs.items()):
             return []
-        return errors(self, args, kwargs)  # of other types, or different
+        return errors(self, args, kwargs)  # arguments of other types, or different ones
 
     replacements.set(runner, "get_mismatch_errors", errors_of_different)
 
