@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _TYPO = 2
-"""Largest number of edits of a misspelling."""
+"""Largest number of edits that counts as a misspelling."""
 
 
 def closest(name: object, known: Iterable[str], further: Iterable[str] = ()) -> str | None:
@@ -38,7 +38,7 @@ def did_you_mean(name: object, known: Iterable[str], further: Iterable[str] = ()
 
 def missing_path_hint(path: str | os.PathLike[str]) -> str:
     """The end of a sentence about a `path` that does not exist: the closest name in its folder, the folder's content,
-    or the part of the path that exists; `~` is the home folder."""
+    or the part of the path that exists. `~` is the home folder."""
     wanted = Path(path).expanduser()
     if os.path.islink(wanted):
         return f"; it is a link to {os.readlink(wanted)}, which leads to no file"
@@ -95,7 +95,7 @@ class MegatronWrapError(Exception):
 
 
 class Mistakes:
-    """Collects independent errors: the first is raised, with the others in its `further`."""
+    """Collects independent errors. The first is raised, with the others in its `further`."""
 
     def __init__(self) -> None:
         self._errors: list[MegatronWrapError] = []
@@ -159,14 +159,14 @@ class TrainingError(MegatronWrapError):
 
 
 class ProcessError(TrainingError):
-    """A process of a run has died or was stopped from outside: not a mistake of the user; the same command may
+    """A process of a run has died or was stopped from outside. It is not a mistake of the user; the same command may
     continue the run."""
 
     exit_code = 1
 
 
 class ExitInRun(ProcessError):
-    """What a run calls, such as a flow, has called sys.exit: in the setup, a step, an evaluation or a save."""
+    """Code that a run calls, such as a flow, has called sys.exit: in the setup, a step, an evaluation or a save."""
 
     requested = 1
     """The exit code of that call."""

@@ -1,4 +1,5 @@
-"""Tokens, keys and passwords of the environment and the configuration, replaced by `[hidden]` in what a run writes."""
+"""Replacement of tokens, keys and passwords of the environment and the configuration by `[hidden]` in what a run
+writes."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ SECRET_NAME = re.compile(
     r"(^|[._-])(token|secret|password|passwd|passphrase|credentials?|jwt|(api|access|private|secret)[_-]?key)$",
     re.IGNORECASE,
 )
-"""Names of keys and environment variables whose values are secret."""
+"""Matches names of keys and environment variables whose values are secret."""
 SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|xox[abp]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})|(?<=://)[^\s/@]+(?=@)"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----",
     re.DOTALL,
 )
-"""Values that are secret by their form; of a URL, user and password."""
+"""Matches values that are secret by their form; in a URL, user and password."""
 _SHORTEST = 8
-"""Characters of a value that is searched for."""
+"""Smallest number of characters of a value that is searched for."""
 _of_configurations: set[str] = set()
 
 
@@ -30,7 +31,7 @@ def remember_secrets(values: Any, name: str = "") -> None:
 
     Args:
         values: nested mappings and lists.
-        name: of the key that has them.
+        name: key that contains the values.
     """
     if isinstance(values, Mapping):
         for key, nested in values.items():
@@ -43,8 +44,8 @@ def remember_secrets(values: Any, name: str = "") -> None:
 
 
 def hide_secrets(text: str) -> str:
-    """The text without secrets: those of the environment and of the configurations of this process, and what has the
-    form of one."""
+    """The text without secrets: the values of the environment and of this process's configurations, and text that has
+    the form of a secret."""
     return _without(text, _known())
 
 
@@ -77,12 +78,12 @@ def _without(text: str, secrets: list[str]) -> str:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """A special token of a tokenizer, such as `eos_token: <|end|>`, is not a secret."""
+    """Whether a value is secret. A special token of a tokenizer, such as `eos_token: <|end|>`, is not."""
     if not isinstance(value, str) or len(value) < _SHORTEST or value.startswith(("<", "[")):
         return False
     return SECRET_NAME.search(name) is not None
 
 
 def _searched(value: str) -> list[str]:
-    """The value, and the lines of one with several, which may be escaped or indented."""
+    """The value, and the lines of a multi-line value, which may be escaped or indented."""
     return [value, *(line for line in value.split("\n") if len(line) >= 2 * _SHORTEST)]

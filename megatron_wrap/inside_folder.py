@@ -1,4 +1,4 @@
-"""Names of files that another file gives: they stay in its folder."""
+"""Checks that the file names in another file stay in its folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def leaves_folder(folder: str | os.PathLike[str], name: str) -> str | None:
-    """Why a name does not denote a file or folder in `folder`, as text; None if it does.
+    """The reason why a name does not denote a file or folder in `folder`, as text; None if it does.
 
     It must be relative and without `..`, and a symbolic link must point into the folder. In the cache of the Hugging
     Face hub, the files of a snapshot are links to `blobs`, beside its folder `snapshots`.

@@ -14,7 +14,7 @@ class Registry(Generic[T]):
     """Maps a key of the YAML to a class or function.
 
     Args:
-        kind: what is registered, for error messages ("flow", "model provider", ...).
+        kind: noun for the registered objects in error messages ("flow", "model provider", ...).
         entry_point_group: Python entry point group in which installed packages register more.
         builtin: key -> "module.path:Attribute" of the built-in plug-ins, imported on first use.
     """
@@ -25,7 +25,7 @@ class Registry(Generic[T]):
         self._targets: dict[str, str | T] = dict(builtin)
 
     def register(self, key: str) -> Callable[[T], T]:
-        """Decorator that registers an object as `key`. Raises ConfigError if another object has that key."""
+        """Decorator that registers an object as `key`; raises ConfigError if another object has that key."""
 
         def decorate(target: T) -> T:
             known = self._targets.get(key)
@@ -37,7 +37,8 @@ class Registry(Generic[T]):
         return decorate
 
     def __contains__(self, key: str) -> bool:
-        """Whether a key is registered or from an entry point; the metadata of all packages is read only for these."""
+        """Whether a key is registered or comes from an entry point; the metadata of all packages is read only for the
+        latter."""
         return key in self._targets or key in self.keys()
 
     def keys(self) -> list[str]:

@@ -15,9 +15,9 @@ def write_or_check(
 
     Args:
         files: path below `root` -> text.
-        description: of the script; its first line is shown by --help.
-        message: of --check, with {} for the files that differ.
-        arguments: of the command line; None: of the process.
+        description: description of the script; --help shows its first line.
+        message: message of --check, with {} for the files that differ.
+        arguments: arguments of the command line; None: those of the process.
     """
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file differs")

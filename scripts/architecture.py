@@ -29,7 +29,7 @@ from _architecture import (
 
 
 def count_code(text: str) -> int:
-    """Lines with code: without blank lines, comments and docstrings."""
+    """Number of lines with code: without blank lines, comments and docstrings."""
     documentation = {
         number
         for node in ast.walk(ast.parse(text))

@@ -67,7 +67,7 @@ def shipped_upstream_keys(root: Path) -> UpstreamKeys:
 
 
 def keys_of_all(cores: Mapping[str, Path]) -> UpstreamKeys:
-    """The union of the keys of several versions: version -> folder that contains the package `megatron`."""
+    """The union of the keys of several versions; `cores` is version -> folder that contains the package `megatron`."""
     versions = {version: _keys_in(folder) for version, folder in cores.items()}
     union: dict[str, dict[str, Schema]] = {}
     for section in UPSTREAM:
@@ -82,7 +82,7 @@ def keys_of_all(cores: Mapping[str, Path]) -> UpstreamKeys:
 
 
 def joined(keys: Mapping[str, Schema]) -> Schema:
-    """One schema of the same key in several versions, the newest last; its description is the newest one."""
+    """One schema of the same key in several versions, the newest last, whose description it has."""
     *_, newest = keys.values()
     forms = {json.dumps(without_text(key)): without_text(key) for key in keys.values()}
     if len(forms) == 1:
@@ -96,7 +96,7 @@ def marked(version: str, key: Schema) -> Schema:
 
 
 def without_text(key: Schema) -> Schema:
-    """What a schema accepts, without its description."""
+    """The schema without its description."""
     return {name: value for name, value in key.items() if name != "description"}
 
 

@@ -22,7 +22,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 MERMAID = "11.17.2"
-"""The theme calls the interface of this major version."""
+"""Version of mermaid; the theme calls the interface of this major version."""
 OUTSIDE = {
     "index.md": "README.md",
     "index-zh.md": "README-zh.md",

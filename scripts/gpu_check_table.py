@@ -16,7 +16,7 @@ from pathlib import Path
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 DURATIONS = Path(__file__).parents[1] / "tests/gpu/durations.json"
 BY_TEST = "test_user_ways"
-"""File whose tests have a row each."""
+"""Name of the test file whose tests have a row each."""
 
 
 def main(folder: Path) -> int:

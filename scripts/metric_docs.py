@@ -25,9 +25,9 @@ class Language:
 
     header: tuple[str, str, str, str]
     meanings: Mapping[str, str]
-    """Meaning of each metric, by its name."""
+    """Metric -> its meaning."""
     condition: str
-    """Appended to the meaning of a metric that the configuration adds; `{key}` is the dotted key."""
+    """Text that is appended to the meaning of a metric that the configuration adds; `{key}` is the dotted key."""
 
 
 ENGLISH = Language(

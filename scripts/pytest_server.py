@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import pytest
 
 IGNORED = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-"""A plug-in of a package that trl imports; the asserts of no test are in it."""
+"""Options that hide the warning about a plug-in of a package that trl imports; no test's asserts are in it."""
 
 FIRST = "wandb.apis.public"
-"""Its pydantic searches all imported modules for the source of each of its classes: a second among few modules, six
-seconds after the others."""
+"""Module to import first. Its pydantic searches all imported modules for the source of each of its classes: this takes
+a second among few modules, and six seconds after the others."""
 
 
 def serve(path: str, modules: list[str]) -> None:
@@ -60,7 +60,7 @@ def import_all(modules: list[str]) -> None:
 
 def use_huge_pages() -> None:
     """Move this process's memory to pages of 2 MiB, where Linux can. A fork and its end then take a fifth of the time:
-    they go through the pages of 400 MB of modules, and most tests of a run are in a forked process."""
+    they process the pages of 400 MB of modules, and most tests of a run are in a forked process."""
     if sys.platform != "linux":
         return
     madvise, page, collapse = ctypes.CDLL(None).madvise, 2**21, 25  # MADV_COLLAPSE, of Linux 6.1
@@ -73,8 +73,8 @@ def use_huge_pages() -> None:
 
 
 class HugePages:
-    """Plug-in of pytest: what the server's memory became by this process's own writes is in pages of 2 MiB again before
-    many tests are forked from it, each in two thirds of the time."""
+    """Plug-in of pytest that moves the memory which the server's own writes have changed to pages of 2 MiB again,
+    before many tests are forked from it. Each fork then takes two thirds of the time."""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if sum(item.get_closest_marker("process_group") is not None for item in session.items) > 50:
@@ -82,7 +82,8 @@ class HugePages:
 
 
 def answer(connection: socket.socket) -> None:
-    """In a forked process: run pytest in another, which it may end itself, and send the exit code."""
+    """Run pytest in another process, which pytest may end itself, and send the exit code; called in a forked
+    process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     arguments, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
     for descriptor, standard in zip(descriptors, (1, 2), strict=True):

@@ -13,7 +13,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Declares --input, files of text, and how they are read."""
+    """Declares --input, the files of text, and the options of reading them."""
     parser.add_argument(
         "--input",
         nargs="+",
@@ -51,5 +51,5 @@ def count(text: str) -> int:
 
 
 def selected(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The values of some arguments, for a function whose parameters have their names."""
+    """The values of some arguments, as keyword arguments of a function whose parameters have their names."""
     return {name: getattr(arguments, name) for name in names}

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talks, or completes the file; returns the exit code of the processes."""
+    """Starts the conversation, or completes the file; returns the exit code of the processes."""
     if arguments.output and not arguments.prompts:
         raise ConfigError("chat: --output is for the completions of --prompts; give both, or neither")
     if arguments.prompts:
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def use_model(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
-    """Talks, or completes the file, on every rank."""
+    """Holds the conversation, or completes the file, on every rank."""
     from megatron_wrap.inference.chat import Conversation, Sampling, complete_rows, talk
 
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "batch_size")

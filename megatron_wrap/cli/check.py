@@ -24,11 +24,11 @@ class Checked:
 
     items: Sequence[Item]
     config: RunConfig | None = None
-    """None: it cannot be read."""
+    """The run's configuration; None: it cannot be read."""
 
     @property
     def exit_code(self) -> int:
-        """2 with errors, else 0."""
+        """Exit code of the command: 2 with errors, else 0."""
         return 2 if _count(self.items, "error") else 0
 
 
@@ -56,7 +56,7 @@ def script_of(arguments: argparse.Namespace, has_files: bool = True) -> str | No
     """The value of --script.
 
     Args:
-        has_files: the processes see the files of this machine.
+        has_files: whether the processes see the files of this machine.
 
     Raises:
         ConfigError: there is no such file.
@@ -89,7 +89,7 @@ def check_of(arguments: argparse.Namespace) -> Checked:
 
 
 def report(items: Sequence[Item], as_json: bool = False) -> str:
-    """A line for each item, and the number of errors and warnings; or a list of objects."""
+    """The report as text: a line for each item, and the number of errors and warnings; or as a JSON list of objects."""
     if as_json:
         return json.dumps([item._asdict() for item in items], indent=1, ensure_ascii=False)
     width = max(len(item.name) for item in items)

@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _local_rows(folder_name: str, verify: bool) -> Iterator[tuple[str, ...]]:
-    """Rows of the visible checkpoints by iteration, those of the reference model, and those set aside."""
+    """Rows of the visible checkpoints by iteration, of the checkpoints of the reference model, and of those set
+    aside."""
     folder = Path(folder_name).expanduser()
     aside = [*folder.glob("iter_*.damaged-*"), *(folder / REFERENCE).glob("iter_*.damaged-*")]
     stores = {prefix: CheckpointFolder(folder / prefix) for prefix in ("", REFERENCE)}
@@ -89,7 +90,7 @@ def _state(path: Path, verify: bool) -> str:
 
 
 def _remote_rows(url: str, verify: bool) -> Iterator[tuple[str, ...]]:
-    """Rows of a remote folder; `verify` downloads one checkpoint after the other into a temporary folder."""
+    """Rows of a remote folder. `verify` downloads one checkpoint at a time into a temporary folder."""
     remote = RemoteStore(url)
     if not remote.present():
         raise ConfigError(f"{remote.url} contains no checkpoints; give the folder that a run saved to")
@@ -117,14 +118,14 @@ def _row(name: str, size: int, saved: str, facts: Mapping[str, Any], *states: st
 
 
 def _layout(facts: Any) -> str:
-    """As in the log of a run, such as `tp2 pp1 cp1 dp1`."""
+    """Name of the layout as in the log of a run, such as `tp2 pp1 cp1 dp1`."""
     if not isinstance(facts, dict):
         return "unknown"
     return " ".join(f"{axis}{facts.get(axis)}" for axis in _AXES if axis != "ep" or facts.get(axis, 1) != 1)
 
 
 def _hint(folder: Path) -> str:
-    """The correction of a wrong folder."""
+    """The hint that corrects a wrong folder."""
     if CheckpointFolder(folder / "checkpoints").present():
         return f"; give {folder / 'checkpoints'}"
     if CheckpointFolder(folder.parent).present() and folder.name.startswith("iter_"):

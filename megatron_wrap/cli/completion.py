@@ -1,5 +1,5 @@
-"""`megatron-wrap completion SHELL`: print the code with which a shell completes commands, options, files and overrides,
-by argcomplete."""
+"""`megatron-wrap completion SHELL`: print the shell code that completes commands, options, files and overrides by
+argcomplete."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def complete() -> None:
         parents = [command_parser(name)[1]] if is_named else []
         command = commands.add_parser(name, parents=parents, conflict_handler="resolve")
         for action in command._actions:
-            if action.nargs == "*":  # of which argparse expects none after an option
+            if action.nargs == "*":  # argparse expects no such argument after an option
                 action.nargs = "+"
-    completer: Any = _complete_argument  # as argcomplete documents: any function of these parameters
+    completer: Any = _complete_argument  # argcomplete accepts any function with these parameters
     autocomplete(program, always_complete_options=False, default_completer=completer)
 
 
 def _complete_argument(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """Values of an argument without choices."""
+    """Values that complete an argument without choices."""
     from argcomplete.completers import FilesCompleter
 
     if action.dest in ("overrides", "rest"):
@@ -59,8 +59,8 @@ def _complete_argument(prefix: str, action: argparse.Action, parsed_args: argpar
 
 
 def complete_override(prefix: str, config: str | None, ending: str = "=") -> list[str]:
-    """Overrides of a run that begin with `prefix`, up to the next dot or the ending of a key. If only one section
-    begins with it, those of the section."""
+    """Overrides of a run that begin with `prefix`, up to the next dot or the end of a key. If only one section begins
+    with it, the overrides of that section."""
     path, equals, value = prefix.partition("=")
     root = _root(config or "")
     if equals:
@@ -79,8 +79,8 @@ def complete_override(prefix: str, config: str | None, ending: str = "=") -> lis
 
 
 def _keys(config: str, root: Folder) -> Mapping[str, set[str]]:
-    """Dotted path of each section -> its keys: of the dataclasses, and where the run can be read, of the files that it
-    selects, such as those of its flow."""
+    """Dotted path of each section -> its keys: keys of the dataclasses, and, where the run can be read, keys of the
+    files that it selects, such as its flow's file."""
     keys = {path: set(section_hints(section)) for section, path in SECTION_PATHS.items()}
     for path, entry in root.sections().items():
         keys.setdefault(path, set()).update([SELECT] if isinstance(entry, Folder) and entry.entries else [])
@@ -91,7 +91,7 @@ def _keys(config: str, root: Folder) -> Mapping[str, set[str]]:
 
 
 def _values(root: Folder, section: str, key: str) -> list[str]:
-    """The values of a key that has few."""
+    """Completions of a key's value: files of a selection, booleans, null and literals; empty for other types."""
     if key == SELECT:
         selection = root.sections().get(section)
         return list(selection.entries) if isinstance(selection, Folder) else []

@@ -1,4 +1,4 @@
-"""`megatron-wrap doctor`: what is wrong with this machine, or the nodes of a run, before time is spent on it."""
+"""`megatron-wrap doctor`: find problems of this machine, or of the nodes of a run, before the run starts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron_wrap.parallel.watch.ending import record_end
 from megatron_wrap.platform.base.machine import visible_gpus
 
 _PROCESSES = 2
-"""Of an all-reduce without a run and without GPUs."""
+"""Number of processes of the all-reduce without a run and without GPUs."""
 _MEETING_SECONDS = 60
-"""For the other nodes to begin."""
+"""Seconds to wait until the other nodes begin."""
 _ERRORS = 2
-"""Exit code of a process that has reported errors, as of one that has reported a user's error."""
+"""Exit code of a process that has reported errors, the same as that of a user's error."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def _exit_code(items: Sequence[Item]) -> int:
 
 
 def _in_job(launcher: str, config: RunConfig | None, arguments: argparse.Namespace, program: Program) -> int:
-    """Examine the nodes of a job of this launcher, and wait for its end."""
+    """Examine the nodes in a job of this launcher, and wait for its end."""
     if config is None:
         raise ConfigError(f"doctor --launcher {launcher} starts a job as a run does; name the CONFIG of one")
     command = ("doctor", arguments.config, *(["--json"] if arguments.json else []), *arguments.overrides)

@@ -1,4 +1,4 @@
-"""`megatron-wrap eval`: tasks of lm-evaluation-harness, in one process or on a parallel layout."""
+"""`megatron-wrap eval`: evaluate tasks of lm-evaluation-harness, in one process or on a parallel layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the subcommand; options of lm_eval have its names, also with its underscores."""
+    """Declares the arguments of the subcommand; options of lm_eval keep their names, also with underscores."""
     add_model_arguments(parser)
 
     def option(name: str, text: str, **settings: Any) -> None:
@@ -81,7 +81,7 @@ def use_model(wrap: MegatronWrap, arguments: argparse.Namespace) -> None:
 
 
 def _matching(names: str, manager: Any) -> list[str]:
-    """The tasks that the comma-separated names and patterns mean."""
+    """The tasks that match the comma-separated names and patterns."""
     tasks: list[str] = []
     for name in filter(None, (name.strip() for name in names.split(","))):
         matches = manager.match_tasks([name])

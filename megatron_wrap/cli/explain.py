@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints value, type, meaning and origins of KEY, or a table of a section or of the whole configuration; with the
-    values of keys that the YAML leaves open, as this machine and `megatron-wrap train` would choose them, and after the
-    section `megatron_wrap.adapter` the modules that it adapts.
+    """Prints value, type, meaning and origins of KEY, or a table of a section or of the whole configuration. Includes
+    the values that this machine and `megatron-wrap train` would choose for keys that the YAML leaves open, and, after
+    the section `megatron_wrap.adapter`, the modules that it adapts.
 
     Raises:
         MegatronWrapError: a contradiction of the configuration alone, after the values are printed.
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choices_here(config: RunConfig) -> tuple[Choice, ...]:
-    """What `megatron-wrap train` would choose, with the processes that it would start on this machine."""
+    """The choices that `megatron-wrap train` would make, with the processes that it would start on this machine."""
     processes = derived.processes_needed(config)
     with contextlib.suppress(LayoutError):  # the environment of a node describes no run
         processes = nodes_of(config).world_size

@@ -1,5 +1,5 @@
-"""`megatron-wrap families`: the Hugging Face families that can be loaded, how they were compared with transformers, and
-those that are refused."""
+"""`megatron-wrap families`: the Hugging Face families that can be loaded, their comparison with transformers, and the
+families that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table; the numbers are those that scripts/families.py measured."""
+    """Prints the table; scripts/families.py measured the numbers."""
     rows = list(_rows())
     refused = dict(sorted(UNSUPPORTED.items()))
     if arguments.json:

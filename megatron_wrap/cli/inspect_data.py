@@ -1,4 +1,5 @@
-"""`megatron-wrap inspect-data CONFIG`: show which tokens of a run's data are trained, and find the usual mistakes."""
+"""`megatron-wrap inspect-data CONFIG`: show the tokens of a run's data that are trained, and find the usual
+mistakes."""
 
 from __future__ import annotations
 

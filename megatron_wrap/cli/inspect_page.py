@@ -33,7 +33,7 @@ from megatron_wrap.report.page import Item, rendered, visible
 _COLORS = {"trained": ("\x1b[30;42m", "\x1b[0m"), "cut": ("\x1b[2;9m", "\x1b[0m"), "other": ("", "")}
 _SIGNS = {"trained": ("[[", "]]"), "cut": ("~~", "~~"), "other": ("", "")}
 _LONGEST_TEXT = 20_000
-"""Characters of a sample on the page."""
+"""Largest number of characters of a sample on the page."""
 
 
 def facts(sample: Inspected) -> list[str]:
@@ -148,7 +148,7 @@ def _source(name: str, shares: Mapping[str, float], counts: Counts) -> list[str]
 
 
 def _texts(sample: Inspected, tokenizer: Any) -> list[list[tuple[str, str]]]:
-    """The runs of each sequence, at most `_LONGEST_TEXT` characters of each."""
+    """The runs of equal kind, as (text, kind), of each sequence, at most `_LONGEST_TEXT` characters of each."""
     texts = []
     for tokens in sample.sequences:
         runs: list[tuple[str, str]] = []
@@ -164,7 +164,7 @@ def _texts(sample: Inspected, tokenizer: Any) -> list[list[tuple[str, str]]]:
 
 
 def encoder(config: RunConfig, tokenizer: Any) -> Callable[[Any], Sequence[Tokens]]:
-    """From a sample to its sequences, by the run's flow in this process.
+    """A function from a sample to its sequences, by the run's flow in this process.
 
     Raises:
         ConfigError: the vocabulary size is not known.
@@ -184,7 +184,7 @@ def encoder(config: RunConfig, tokenizer: Any) -> Callable[[Any], Sequence[Token
 
 
 def _collated(flow: MegatronWrapTrainingFlowBase, prepared: Any) -> Sequence[Tokens]:
-    """The sequences of a sample that the flow collates alone."""
+    """The sequences of a sample that the flow collates by itself."""
     inputs, loss_inputs = checked_fields(flow, flow.collate_data_micro_batch(iter([prepared])))
     if "loss_mask" not in loss_inputs or "input_ids" not in inputs:
         raise ConfigError(

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         state = states([job])[job.id]
         if state.name in ENDED:
             raise ConfigError(f"job {job.id} ({job.name}) has ended: {state.name}; there is nothing to cancel")
-        slurm("scancel", job.id)  # its processes save after their step, for which they have Slurm's KillWait
+        slurm("scancel", job.id)  # its processes have Slurm's KillWait to save after their step
         print(f"job {job.id} ({job.name}) is cancelled; `megatron-wrap jobs` shows when it has ended")
         return 0
     newest = jobs[-arguments.newest :]
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("no jobs were submitted from here: megatron-wrap train CONFIG --launcher slurm submits one")
         return 0
     known = states(newest)
-    of_folder = {job.output: job.id for job in newest}  # the last one, whose steps the folder has
+    of_folder = {job.output: job.id for job in newest}  # the last job, whose steps are in the folder
     rows = [_row(job, known[job.id], of_folder[job.output] == job.id) for job in newest]
     print(hide_secrets(text_table([_HEAD, *rows])))
     return 0
@@ -62,7 +62,7 @@ def _chosen(jobs: Sequence[SubmittedJob], text: str) -> SubmittedJob:
     """The newest job with this number or name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such job.
     """
     for job in reversed(jobs):
         if text in (job.id, job.name):

@@ -57,7 +57,7 @@ def add_start_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launcher_of(config: RunConfig, arguments: argparse.Namespace) -> Launcher:
-    """The launcher of the command line, else of the configuration."""
+    """The launcher that the command line selects, else the one of the configuration."""
     name = _launcher_name(config, arguments)
     if name == "ray":
         from megatron_wrap.launch.ray import RayLauncher
@@ -79,7 +79,7 @@ def _launcher_name(config: RunConfig, arguments: argparse.Namespace) -> str:
 
 
 def shares_files(config: RunConfig, arguments: argparse.Namespace) -> bool:
-    """Whether the processes see the files of this machine; pods see those of their image and their volumes."""
+    """Whether the processes see the files of this machine; pods see only the files of their image and their volumes."""
     return _launcher_name(config, arguments) != "kubernetes"
 
 
@@ -87,14 +87,14 @@ def read_for_launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> 
     """The run's configuration, with local copies of its remote files where the processes would see them.
 
     Raises:
-        MegatronWrapError: it cannot be read, or a file cannot be copied.
+        MegatronWrapError: the configuration cannot be read, or a file cannot be copied.
     """
     config = read_run(arguments.config, overrides)
     return with_local_copies(config) if shares_files(config, arguments) else config
 
 
 def rendezvous_of(arguments: argparse.Namespace) -> Rendezvous | None:
-    """The value of --rdzv-endpoint and --rdzv-id."""
+    """The rendezvous of --rdzv-endpoint and --rdzv-id; None without them."""
     if arguments.rdzv_endpoint is None:
         return None
     return Rendezvous(arguments.rdzv_endpoint, arguments.rdzv_id or Rendezvous.id)
@@ -106,14 +106,14 @@ def launch_of(
     command: Sequence[str],
     program: Program,
 ) -> Launch:
-    """What a launcher starts, with the sizes that `add_launch_arguments` declares."""
+    """The run that a launcher starts, with the sizes that `add_launch_arguments` declares."""
     sizes = arguments.nodes, arguments.gpus_per_node, rendezvous_of(arguments)
     return Launch(config, tuple(command), program, *sizes)
 
 
 def launch_options(arguments: argparse.Namespace) -> list[str]:
-    """The options of `add_launch_arguments` that this command was called with, to be typed again; on a node of a
-    cluster those that submit the run again."""
+    """The launch options of this command, to be typed again; on a node of a cluster, the options that submit the run
+    again."""
     options = {
         "--launcher": os.environ.get(LAUNCHED_BY, arguments.launcher),
         "--nodes": arguments.nodes,
@@ -123,10 +123,10 @@ def launch_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def counted_processes(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Processes of the run, over all nodes.
+    """Number of processes of the run, over all nodes.
 
     Raises:
-        LayoutError: a variable of the environment is no whole number.
+        LayoutError: a variable of the environment is not a whole number.
     """
     return launcher_of(config, arguments).world_size(launch_of(config, arguments, (), Program(())))
 

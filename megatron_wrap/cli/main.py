@@ -36,8 +36,8 @@ COMMANDS: dict[str, str] = {
     "families": "list the Hugging Face families, and how they compare with transformers",
     "completion": "print the code by which a shell completes this command",
 }
-"""Subcommand -> purpose. `cli/NAME.py` (`_` for `-`) defines `add_arguments(parser)` and `run(args)`, and
-`examples.txt` has the examples of its help."""
+"""Subcommand -> purpose. `cli/NAME.py` (`_` for `-`) defines `add_arguments(parser)` and `run(args)`; `examples.txt`
+contains the examples of its help."""
 
 _LISTED = f"; the commands are {', '.join(COMMANDS)}"
 _HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=26)
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
     """The module of the subcommand that `argv` names and its parsed arguments.
 
     Raises:
-        SystemExit: `--help` or `--version`, whose text is printed (0); a wrong command line, or none, for which the
+        SystemExit: `--help` or `--version`, after its text is printed (0); a wrong command line, or none, after the
             help is printed (2).
     """
     if not argv:
@@ -89,8 +89,8 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 
 def command_parser(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
-    """The module of a subcommand, and the parser of its arguments. Only this module is imported: explain must not wait
-    for the imports of train."""
+    """The module of a subcommand, and the parser of its arguments. Only this module is imported, so that explain does
+    not wait for the imports of train."""
     module = importlib.import_module(f"megatron_wrap.cli.{name.replace('-', '_')}")
     purpose = COMMANDS[name]
     parser = argparse.ArgumentParser(
@@ -104,7 +104,8 @@ def command_parser(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parser of a command line without a subcommand; the description lists the commands aligned, argparse does not."""
+    """The parser of a command line without a subcommand. Its description lists the commands aligned, which argparse
+    does not."""
     listed = "\n".join(f"  {name:<17}{purpose}" for name, purpose in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="megatron-wrap",
@@ -131,7 +132,7 @@ def _hint(argument: str, options: Sequence[str]) -> str:
 
 
 def _epilog(command: str) -> str:
-    """The examples of a subcommand, or of `megatron-wrap` itself, as `examples.txt` has them."""
+    """The examples of a subcommand, or of `megatron-wrap` itself, from `examples.txt`."""
     blocks = Path(__file__).with_name("examples.txt").read_text(encoding="utf-8").rstrip().split("\n\n")
     examples = {name: lines for name, _, lines in (block.partition("\n") for block in blocks)}
     return f"examples, in a checkout of the repository:\n{examples[command]}"

@@ -1,4 +1,4 @@
-"""Commands that use a trained model: their arguments, and the processes that have the model."""
+"""Commands that use a trained model: their arguments, and the processes that load the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_wrap.core import MegatronWrap
 
 UseOfModel = Callable[["MegatronWrap", argparse.Namespace], None]
-"""What a command does with a model, on every rank."""
+"""Function that a command runs with a model, on every rank."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +36,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_on_processes(use: UseOfModel, arguments: argparse.Namespace) -> int:
-    """Call `use` in as many processes as the layout needs, in this one if that is one; returns the exit code.
+    """Call `use` in as many processes as the layout needs, in this process if that is one; returns the exit code.
 
     Args:
         use: a function of a command's module, which other processes import by its name.
-        arguments: of the command; JSON values.
+        arguments: parsed arguments of the command; JSON values.
 
     Raises:
         MegatronWrapError: the model, or its layout, is wrong.

@@ -1,4 +1,4 @@
-"""What to do after a run: commands that evaluate, resume and export exactly this run, and its records."""
+"""Suggestions after a run: commands that evaluate, resume and export exactly this run, and its records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
     Args:
         config: the run.
         command: arguments of `megatron-wrap` that started it: train CONFIG, options, overrides.
-        evaluates: the training script evaluates at the end, even if no steps are left.
+        evaluates: whether the training script evaluates at the end, even if no steps are left.
     """
     lines = ["next:"]
 
@@ -70,7 +70,7 @@ def next_steps(config: RunConfig, command: Sequence[str], evaluates: bool) -> st
 
 
 def _doubled(config: RunConfig) -> tuple[str, float]:
-    """The key of the run's length, and its value for a run of twice the length."""
+    """(key, value) that doubles the length of the run."""
     train = config.train
     if train.train_epochs is not None:
         return "train_epochs", 2 * train.train_epochs
@@ -80,7 +80,7 @@ def _doubled(config: RunConfig) -> tuple[str, float]:
 
 
 def _longer(config: RunConfig, command: Sequence[str], key: str, length: float) -> list[str]:
-    """The command for a longer run: a schedule of another length is refused unless one of two keys selects one."""
+    """The command for a longer run. A schedule of another length is refused unless one of two keys selects one."""
     words = [text for text in command if not text.startswith(key)]
     if derived.is_indexed(config.data) and config.data.index_samples is None:
         words.append(f"megatron_wrap.data.index_samples={derived.indexed_samples(config)}")  # the same order of windows
@@ -98,7 +98,8 @@ def _train(config: RunConfig, command: Sequence[str]) -> str:
 
 
 def _shell(program: str, *arguments: str) -> str:
-    """A shell command that starts a program of this environment: by its name if it is found, else by its path."""
+    """A shell command that starts a program of this environment, by its name if the shell finds it, else by its
+    path."""
     script, on_path = Path(sys.executable).parent / program, shutil.which(program)
     if script.is_file() and not (on_path and Path(on_path).parent.samefile(script.parent)):
         relative = os.path.relpath(script)

@@ -1,4 +1,4 @@
-"""`megatron-wrap preprocess`: files of text to Megatron-LM's `.bin` and `.idx`, and merging of such files."""
+"""`megatron-wrap preprocess`: convert files of text to Megatron-LM's `.bin` and `.idx`, and merge such files."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _prefixes(name: str) -> list[str]:
-    """The prefix of a name, which may have the ending of a file; all prefixes of a folder, as in Megatron-LM."""
+    """The prefix of a name, which may have the ending of a file; for a folder all its prefixes, as in Megatron-LM."""
     folder = os.path.expanduser(name)
     if not os.path.isdir(folder):
         return [name.removesuffix(".idx").removesuffix(".bin")]

@@ -1,4 +1,4 @@
-"""`megatron-wrap profile`: takes some steps of a run, and shows where their time goes and what to change."""
+"""`megatron-wrap profile`: run some steps, and show where their time goes and what to change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOTHING_SAVED = (
     "megatron_wrap.logger.tensorboard_dir=null",
     *(f"megatron_wrap.logger.{key}=false" for key in ("enable_wandb", "enable_tensorboard", "progress_bar")),
 )
-"""Overrides with which a run writes no checkpoints and resumes from none."""
+"""Overrides with which a run writes no checkpoints and does not resume."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`megatron-wrap report RUN...`: one self-contained page of a run, or of several runs side by side."""
+"""`megatron-wrap report RUN...`: write one self-contained page of a run, or of several runs side by side."""
 
 from __future__ import annotations
 

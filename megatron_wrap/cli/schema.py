@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _flow_of(config: str, shipped: FlowKeys) -> FlowKeys:
-    """The keys of the flow that the run names, if it is not a shipped one."""
+    """The keys of the flow that the run names; empty for a shipped flow."""
     nest = read_view(config)
     flow_key = nest.origins(f"{FLOW}.flow_key")[-1].node.value
     if flow_key in shipped or not isinstance(flow_key, str):

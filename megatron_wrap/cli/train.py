@@ -1,4 +1,5 @@
-"""`megatron-wrap train`: validate the configuration, then start processes that run examples/train.py, or a script."""
+"""`megatron-wrap train`: validate the configuration, then start processes that run examples/train.py or a user's
+script."""
 
 from __future__ import annotations
 

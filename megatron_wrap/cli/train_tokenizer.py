@@ -1,4 +1,4 @@
-"""`megatron-wrap train-tokenizer`: a byte-level BPE tokenizer from the inputs of `preprocess`."""
+"""`megatron-wrap train-tokenizer`: train a byte-level BPE tokenizer on the inputs of `preprocess`."""
 
 from __future__ import annotations
 

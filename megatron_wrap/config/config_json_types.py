@@ -18,7 +18,7 @@ _SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
-"""Of at least 1."""
+"""Keys of sizes, which are at least 1."""
 _INTEGERS = (
     *(
         "original_max_position_embeddings",
@@ -35,7 +35,7 @@ _DEFAULTED_INTEGERS: Mapping[str, int] = {
     **{"decoder_sparse_step": 1, "first_k_dense_replace": 0, "no_rope_layer_interval": 1},
     "full_attention_interval": 1,
 }
-"""Key -> its smallest value. They have a default if they are missing, and may not be null."""
+"""Key -> its smallest value. These keys have a default if they are missing, and may not be null."""
 _NUMBERS = (
     *("rms_norm_eps", "rope_theta", "partial_rotary_factor", "attention_dropout", "rope_local_base_freq"),
     *("attn_logit_softcapping", "final_logit_softcapping"),
@@ -55,18 +55,18 @@ _ROPE_NUMBERS = (
     "llama_4_scaling_beta",
 )
 _LAYER_KINDS = ("full_attention", "sliding_attention")
-"""Keys of rotary parameters by the kind of a layer (OLMo 3, Gemma 3)."""
+"""Kinds of layers, the keys of their rotary parameters (OLMo 3, Gemma 3)."""
 _LOOPS: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 10_000),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 100_000),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 100_000),
 }
-"""Largest values of the numbers of parts that a model is built of."""
+"""Key -> largest number of parts that a model is built of."""
 
 
 def check_types(values: Mapping[str, Any]) -> None:
-    """Refuse values of another type.
+    """Refuse values of a wrong type.
 
     Raises:
         ConfigError: with the key and the value.

@@ -1,4 +1,5 @@
-"""From a run's YAML to the frozen dataclasses of `schema`; `checks` refuses contradictions between their values."""
+"""Decoding of a run's YAML into the frozen dataclasses of `schema`; `checks` refuses contradictions between their
+values."""
 
 import dataclasses
 import functools
@@ -48,7 +49,7 @@ def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ())
 
 
 def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ComposedConfig:
-    """The composed values of a run's YAML, including the architecture of `model_provider.hf_path`; keys are validated,
+    """The composed values of a run's YAML, including the architecture of `model_provider.hf_path`. Keys are validated,
     types are not."""
     nest = read_view(path, overrides)
     add_hugging_face(nest)

@@ -25,16 +25,16 @@ LAYERS = "arch.transformer_impl"
 GRAPHS = "arch.cuda_graph_impl"
 _HIDING_ELEMENTS = 2**24
 """Tokens of a micro-batch times the hidden size, for each tensor-parallel process, from which torch's layers without
-CUDA graphs overlap communication with their products: the smallest size that was measured to gain by it, 53,673
-tokens/s per GPU compared with 51,450 in an earlier call (two H200s, 2026-11-26, `scripts/benchmark/gpu_two.sh`, 1.5B
-Llama, TP 2, 4 x 4,096 tokens, hidden size 2,048, bf16). With half of the tokens the layers wait for Python, which
-queues more kernels for it: 4.7 ms instead of 3.9."""
+CUDA graphs overlap communication with their matmuls: the smallest size that was measured to gain by it, 53,673 tokens/s
+per GPU compared with 51,450 in an earlier call (two H200s, 2026-11-26, `scripts/benchmark/gpu_two.sh`, 1.5B Llama, TP
+2, 4 x 4,096 tokens, hidden size 2,048, bf16). With half of the tokens the layers wait for Python, which queues more
+kernels for it: 4.7 ms instead of 3.9."""
 _GRAPHS_FROM = (0, 19)
-"""The Megatron-Core with which CUDA graphs of layers were measured."""
+"""First version of Megatron-Core for which CUDA graphs of layers were measured."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable: number of hardware queues of a GPU."""
 TRANSFORMER_ENGINE_CROSS_ENTROPY_FROM = (2, 18)
-"""Before this version, gradients of Transformer Engine's cross-entropy were wrong in bf16."""
+"""First version of Transformer Engine whose cross-entropy has correct gradients in bf16."""
 FP8_GATHER_FROM = (0, 19)
 """The first Megatron-Core that computes the transposes of FP8 weights after a forced gather with overlap_param_gather
 (param_and_grad_buffer.py, start_param_sync)."""
@@ -52,7 +52,7 @@ class Choice:
 
     @property
     def path(self) -> str:
-        """Dotted path in the YAML."""
+        """Dotted path of the key in the YAML; the name of an environment variable stays as it is."""
         section, dot, key = self.key.partition(".")
         return f"{SECTION_PATHS[section]}.{key}" if dot else section
 
@@ -90,8 +90,8 @@ def choices(
 
 
 def layer_choices(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None = None) -> tuple[Choice, ...]:
-    """The choices of layers, CUDA graphs and hidden communication under tensor, context and expert parallelism that the
-    configuration leaves open; see `choices`."""
+    """The choices of layers, CUDA graphs and overlapped communication under tensor, context and expert parallelism that
+    the configuration leaves open; see `choices`."""
     tensor, context = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     if tensor == context == config.parallel.expert_model_parallel_size == 1:
         return ()
@@ -130,13 +130,14 @@ def all_choices(config: RunConfig, machine: Machine, shards: int, connections: s
 
 
 def layers_choice(config: RunConfig) -> str:
-    """`transformer_impl`; an adapter is as fast with torch's layers, so only FP8 selects Transformer Engine for it."""
+    """Choice of `transformer_impl`. An adapter is as fast with torch's layers, so only FP8 selects Transformer Engine
+    for it."""
     without_fp8 = config.adapter.adapter_type != "none" and fp8_settings(config) is None
     return "torch" if config.arch.transformer_impl == "auto" and without_fp8 else config.arch.transformer_impl
 
 
 def has_transformer_engine_layers(config: RunConfig, machine: Machine) -> bool:
-    """Whether the layers use Transformer Engine on a machine, which must have it if the configuration names it."""
+    """Whether the layers use Transformer Engine on a machine; a machine must have it if the configuration names it."""
     layers = layers_choice(config)
     return layers == "transformer_engine" or (layers == "auto" and machine.transformer_engine is not None)
 
@@ -151,7 +152,7 @@ def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool)
     has_kernel = machine.platform == "cuda" and (transformer_engine or machine.triton)
     no_kernel = "the platform is cpu" if machine.platform == "cpu" else "Triton is not installed"
     if arch.position_embedding_type == "rope":
-        # that of fusions/fused_mla_yarn_rope_apply.py supports only YaRN, and not fp32
+        # the kernel of fusions/fused_mla_yarn_rope_apply.py supports only YaRN, and not fp32
         latent = "latent attention has a kernel in Triton that needs no choice" if machine.triton else no_kernel
         fused = has_kernel and not arch.multi_latent_attention
         yield Choice("arch.apply_rope_fusion", fused, owner if fused else latent if has_kernel else no_kernel)
@@ -167,10 +168,10 @@ def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool)
 
 
 def experts_choice(arch: ArchConfig, fp8: bool) -> Choice:
-    """How the experts are computed: `experts_impl`, decided where it is auto.
+    """Implementation of the experts: `experts_impl`, decided where it is auto.
 
     Args:
-        fp8: whether their products are in FP8.
+        fp8: whether the matmuls of experts are in FP8.
     """
     value, reason = arch.experts_impl, "experts_impl"
     if value == "auto" and arch.moe_grouped_gemm is not None:
@@ -254,7 +255,7 @@ def _choose(name: str, saved: Mapping[str, bool], value: bool, reason: str, must
 
 
 def _distributed(config: RunConfig, machine: Machine, shards: int) -> tuple[bool, str, bool]:
-    """Value, reason, and whether another value would be refused."""
+    """(value, reason, whether another value would be refused) of use_distributed_optimizer."""
     fp8 = fp8_settings(config)
     if config.optimizer.optimizer == "sgd":
         return False, "Megatron-Core's distributed optimizer supports adam, not sgd", True
@@ -287,7 +288,7 @@ def _overlapped_reduce(config: RunConfig, machine: Machine, shards: int) -> tupl
 
 
 def _fused_clipping(config: RunConfig, machine: Machine) -> tuple[bool, str, bool]:
-    """Value, reason, and whether another value would be refused."""
+    """(value, reason, whether another value would be refused) of fused_clipping."""
     optimizer = config.optimizer
     if optimizer.optimizer != "adam" or optimizer.use_precision_aware_optimizer:
         return False, "only Adam with fp32 states has it", True
@@ -297,7 +298,7 @@ def _fused_clipping(config: RunConfig, machine: Machine) -> tuple[bool, str, boo
 
 
 def _hidden_communication(config: RunConfig, machine: Machine) -> tuple[bool, str, bool]:
-    """Value, reason, and whether another value would be refused."""
+    """(value, reason, whether another value would be refused) of tp_comm_overlap."""
     parallel, train = config.parallel, config.train
     if not derived.sequence_parallel(parallel):
         return False, "it hides the communication of sequence parallelism", True
@@ -332,15 +333,15 @@ def _has_measured_layers(config: RunConfig) -> bool:
 
 
 def _exchanges_tokens(config: RunConfig) -> bool:
-    """Whether the host waits in each layer, for the sizes of an exchange of tokens between experts in half precision:
-    afterwards, Python queues torch's layers in less time than Transformer Engine's, 53,608 tokens/s per GPU compared
-    with 48,739 (two H200s with a slow host, 2026-11-26, `gpu_two.sh`, 12 layers of Qwen3-30B-A3B)."""
+    """Whether the host waits in each layer for the sizes of an exchange of tokens between experts in half precision.
+    After such a wait, Python queues torch's layers in less time than Transformer Engine's, 53,608 tokens/s per GPU
+    compared with 48,739 (two H200s with a slow host, 2026-11-26, `gpu_two.sh`, 12 layers of Qwen3-30B-A3B)."""
     exchanges = config.arch.num_experts is not None and config.parallel.expert_model_parallel_size > 1
     return exchanges and (config.dtype.bf16 or config.dtype.fp16)
 
 
 def _sorts_on_device(config: RunConfig) -> bool:
-    """Whether layers have no experts, or those whose exchange `nn/experts/dispatcher.py` prepares on the device."""
+    """Whether layers have no experts, or experts whose exchange `nn/experts/dispatcher.py` prepares on the device."""
     return config.arch.num_experts is None or derived.sorts_tokens_on_device(config.arch)
 
 
@@ -369,8 +370,8 @@ _ONE_PASS = ("gpt_sft", "gpt_pretrain")
 
 
 def _uses_copy_engines(config: RunConfig, machine: Machine) -> bool:
-    """Whether torch's layers hide the communication of tensor parallelism and the transfers of a ring, where a run has
-    them."""
+    """Whether torch's layers overlap the communication of tensor parallelism and the transfers of a ring with
+    computation, where a run has them."""
     config = with_choices(config, layer_choices(config, machine))
     parallel = config.parallel
     if machine.platform != "cuda" or has_transformer_engine_layers(config, machine):

@@ -17,12 +17,12 @@ from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, closest, did_you_mean
 
 _COMMENT = re.compile(r"""(?:'[^']*'|"[^"]*"|(?<!\s)#|[^'"#])+(?<=\s)#\s*(\S.*)""")
-"""A line of YAML with a comment after the value; `#` in quotes, or not after a space, does not begin one."""
+"""Matches a line of YAML with a comment after the value; `#` in quotes, or not after a space, does not begin one."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A value: `value` as YAML text, `kind` its type in words, `origins` last first."""
+    """Explanation of a value: `value` as YAML text, `kind` its type in words, `origins` last first."""
 
     path: str
     value: str
@@ -30,9 +30,10 @@ class Explanation:
     doc: str
     origins: tuple[str, ...]
     choice: Choice | None = None
-    """The choice on this machine for a key that the YAML leaves null."""
+    """The choice on this machine for a key that the YAML leaves null; None for other keys."""
     left_out: str = ""
-    """The line of the run's YAML that sets it for a file of the tree that the command line does not select."""
+    """The line of the run's YAML that sets the key for a file of the tree which the command line does not select;
+    empty: none."""
 
     def __str__(self) -> str:
         lines = [f"{self.path} = {self.value}", f"  type: {self.kind}"]
@@ -45,7 +46,7 @@ class Explanation:
 
 
 def explain(tree: ComposedConfig, key: str | None = None, chosen: Sequence[Choice] = ()) -> str:
-    """Text about the value at the dotted `key`, about the values below it, or about all of them.
+    """Text about the value at the dotted `key`, about the values below it, or about all values.
 
     Args:
         chosen: choices on this machine for keys that the YAML leaves null, and for environment variables.
@@ -79,7 +80,7 @@ def explain(tree: ComposedConfig, key: str | None = None, chosen: Sequence[Choic
 
 
 def explain_value(tree: ComposedConfig, path: str, choice: Choice | None = None) -> Explanation:
-    """Everything known of the value at the dotted `path`, which must be one of `tree.leaves()`."""
+    """The explanation of the value at the dotted `path`, which must be one of `tree.leaves()`."""
     origins = tree.origins(path)
     section = next(section for section in tree.sections.values() if path.startswith(section.path + "."))
     key = path[len(section.path) + 1 :]

@@ -64,7 +64,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "qwen4_exp": f"{_HYPER}; layers add embeddings of n-grams, or have linear attention; {_INDEXER}",
     "qwen4_exp_text": f"{_HYPER}; layers add embeddings of n-grams, or have linear attention; {_INDEXER}",
 }
-"""model_type -> features that our layers lack."""
+"""model_type -> features of the family that our layers lack."""
 
 WITH_VISION = frozenset({"gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"})
 """model_types whose `text_config` is the configuration of a family, the only part that is read."""
@@ -88,22 +88,22 @@ def register_bridge(family: Any) -> Any:
 
 @dataclass(frozen=True)
 class HuggingFaceConfig:
-    """The content of a folder's config.json; of a model with a vision encoder, its text_config."""
+    """Content of a folder's config.json; for a model with a vision encoder, its text_config."""
 
     folder: Path
     values: Mapping[str, Any]
     family: Any
-    """The `Family` of its model_type."""
+    """The `Family` of the model_type."""
     arch_values: Mapping[str, Any]
-    """Key of `megatron_lm.model.arch` -> value."""
+    """Key of `megatron_lm.model.arch` -> value that config.json defines."""
     quantization: Quantization | None = None
-    """Of the weights."""
+    """Quantization of the stored weights; None: they are not quantized."""
     with_vision: Mapping[str, Any] | None = None
-    """The content of config.json of a model with a vision encoder."""
+    """Whole content of config.json of a model with a vision encoder; None for other models."""
 
     @property
     def shown(self) -> str:
-        """The file's name for messages."""
+        """Path of config.json for messages."""
         return shown_path(self.folder / "config.json")
 
     @property
@@ -124,7 +124,7 @@ class NotDownloaded(ConfigError):
 
 
 def resolve_folder(path_or_id: str) -> Path:
-    """The local folder of a path, or of a hub id `name` or `org/name` in the local cache. Opens no connection.
+    """The local folder of a path, or of a hub id `name` or `org/name` in the local cache; opens no connection.
 
     Raises:
         ConfigError: no such folder.
@@ -143,7 +143,7 @@ def resolve_folder(path_or_id: str) -> Path:
         cached = Path(snapshot_download(path_or_id, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise NotDownloaded(path_or_id) from error
-    if not (cached / "config.json").is_file():  # the cache contains other files of it
+    if not (cached / "config.json").is_file():  # the cache contains only other files of the repository
         raise NotDownloaded(path_or_id)
     return cached
 
@@ -180,7 +180,7 @@ def read_hugging_face_config(path_or_id: str) -> HuggingFaceConfig:
 
 
 def _text_part(values: Mapping[str, Any], shown: str) -> dict[str, Any]:
-    """config.json of the language model in a folder with a vision encoder."""
+    """The part of config.json that describes the language model in a folder with a vision encoder."""
     text = values.get("text_config")
     if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
         raise ConfigError(f"{shown}: text_config has no model_type; name the folder of a transformers model")

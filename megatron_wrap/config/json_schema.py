@@ -60,7 +60,7 @@ def json_schema(root: Folder, flows: FlowKeys, upstream: UpstreamKeys) -> Schema
     """The schema of configurations over the tree `root`.
 
     Args:
-        flows: of further flows, any key is accepted.
+        flows: keys of the known flows; of further flows, any key is accepted.
     """
     defs = definitions()
     for key, keys in flows.items():
@@ -156,7 +156,7 @@ def _within_run(path: str, flow_key: str | None = None) -> Schema:
 
 
 def _files(entry: Folder | TreeFile) -> dict[str, TreeFile]:
-    """Name -> file: the files of which a section selects one, or its only file."""
+    """Name -> file, for the files of which a section selects one, or for its only file."""
     entries = entry.entries if isinstance(entry, Folder) else {entry.name: entry}
     return {name: file for name, file in entries.items() if isinstance(file, TreeFile)}
 

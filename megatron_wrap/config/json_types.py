@@ -21,7 +21,7 @@ from megatron_wrap.config.schema.upstream import UpstreamField, upstream_enums, 
 Schema = dict[str, Any]
 
 SOURCES, EVALUATION_SETS, REFERENCE = "sources-of-samples", "evaluation-sets", "reference-model"
-"""Names of `DEFINITIONS`."""
+"""Names of the definitions that keys of sections refer to, see `definitions`."""
 _FORMS = {
     ("DataConfig", "train"): SOURCES,
     ("DataConfig", "validation"): EVALUATION_SETS,
@@ -35,7 +35,7 @@ _JSON_NAMES = {**_NAMES, dict: "object", type(None): "null"}
 def type_schema(hint: Any) -> Schema:
     """The YAML values that `check_value` accepts for a type.
 
-    4.0 is an integer in a JSON schema; the reader refuses it for one.
+    4.0 is an integer in a JSON schema; the reader refuses it where an integer is required.
     """
     if hint is Any:
         return {}
@@ -45,7 +45,7 @@ def type_schema(hint: Any) -> Schema:
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, types.UnionType):
-        # typing caches unions: their order is that of the first equal one in the process
+        # typing caches unions: a union has the order of the first equal one in the process
         return _any_of(sorted(map(type_schema, arguments), key=json.dumps))
     if origin is tuple and Ellipsis not in arguments:
         items = [type_schema(argument) for argument in arguments]
@@ -95,7 +95,7 @@ def described(schema: Schema, text: str) -> Schema:
 
 
 def or_null(schema: Schema) -> Schema:
-    """The schema, and null."""
+    """The schema, extended by null."""
     return _any_of([schema, {"type": "null"}])
 
 
@@ -121,7 +121,8 @@ def definitions() -> dict[str, Schema]:
 
 
 def _one_model() -> list[Schema]:
-    """The rules of a reference model: one key names the weights, or none with `precomputed`, which excludes others."""
+    """The rules of a reference model: one key names the weights; with `precomputed`, which excludes other keys, none is
+    needed."""
 
     def with_key(name: str, value: Schema) -> Schema:
         return {"properties": {name: value}, "required": [name]}
@@ -145,7 +146,8 @@ def _closed(section: type) -> Schema:
 
 
 def _any_of(schemas: list[Schema]) -> Schema:
-    """A value of one of the schemas; types alone, and null with one schema, are joined into `type` and `enum`."""
+    """The schema of a value that one of the schemas accepts; types alone, and null with one schema, are joined into
+    `type` and `enum`."""
     if all(set(schema) == {"type"} for schema in schemas):
         names = list(dict.fromkeys(name for schema in schemas for name in _listed(schema["type"])))
         names.sort(key="null".__eq__)

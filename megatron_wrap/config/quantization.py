@@ -1,4 +1,4 @@
-"""`quantization_config` of config.json: which quantized weights of a Hugging Face folder are read. No torch."""
+"""`quantization_config` of config.json: the quantized weights of a Hugging Face folder that can be read. No torch."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _NOT_READ: Mapping[str, str] = {
     "mxfp4-pack-quantized": "compressed-tensors MXFP4",
     "marlin-24": "compressed-tensors Marlin",
 }
-"""quant_method, or format of compressed-tensors -> its name."""
+"""quant_method, or format of compressed-tensors -> its name in messages."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of a folder are stored. Those without scales are stored as they are."""
+    """Storage format of the quantized weights of a folder. Weights without scales are stored unquantized."""
 
     method: str
     """`quant_method` of config.json."""
     scaling: str
-    """What one scale is for: tensor, channel (a row of the weight), or block; for mxfp4, 32 values of a row."""
+    """Unit that shares one scale: tensor, channel (a row of the weight), or block; for mxfp4, 32 values of a row."""
     block: tuple[int, int] | None = None
-    """Rows and columns of a block."""
+    """(rows, columns) of a block; None: `scaling` is not block."""
 
     @property
     def scale_suffix(self) -> str:
-        """Of the scale's name, after that of an FP8 weight."""
+        """Ending of a scale's name, appended to the name of its FP8 weight."""
         return "_scale" if self.method == "compressed-tensors" else "_scale_inv"
 
     @property
     def shown(self) -> str:
-        """For people."""
+        """Name of the format for messages."""
         if self.method == "mxfp4":
             return "MXFP4"
         size = "" if self.block is None else f" of {self.block[0]} x {self.block[1]}"
@@ -78,7 +78,8 @@ def read_quantization(values: Mapping[str, Any]) -> Quantization | None:
 
 
 def _compressed(section: Mapping[str, Any]) -> Quantization:
-    """Values as in compressed_tensors/quantization/quant_config.py and quant_args.py."""
+    """Scaling and block from the values of compressed-tensors (compressed_tensors/quantization/quant_config.py and
+    quant_args.py)."""
     stored_as = section.get("format", "float-quantized")
     groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups:

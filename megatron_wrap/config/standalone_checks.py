@@ -29,7 +29,7 @@ def check_configuration(config: RunConfig) -> None:
     check_values(config)
     check_each(
         config,
-        # a condition for each larger number of processes as well, which is a multiple
+        # necessary for every larger number of processes too, which is a multiple of this one
         (check_flow_options, lambda config: check_layout(config, derived.processes_needed(config))),
     )
 

@@ -15,11 +15,11 @@ from megatron_wrap.utils.dist_logger import logger
 
 
 class BestCheckpoint:
-    """Compares evaluations by `megatron_wrap.checkpoint.best_metric`; all ranks decide alike.
+    """Compares evaluations by `megatron_wrap.checkpoint.best_metric`. All ranks take the same decisions.
 
     Args:
-        state: of the run.
-        checkpoints: of the run.
+        state: training state of the run.
+        checkpoints: checkpoints of the run.
         save: saves a checkpoint of the run.
     """
 
@@ -30,7 +30,7 @@ class BestCheckpoint:
         """Compare an evaluation with the best one so far, and save a better one. Collective.
 
         Args:
-            metrics: of `evaluate`, at the current iteration; an evaluation before the first step does not count.
+            metrics: result of `evaluate` at the current iteration; an evaluation before the first step does not count.
 
         Raises:
             ConfigError: the evaluation has no metric `best_metric`.
@@ -63,14 +63,14 @@ class BestCheckpoint:
         return True
 
     def any_rank_ends(self, answer: Any) -> bool:
-        """Whether `answer`, of `on_step`, is False on any rank. Collective."""
+        """Whether `answer`, the result of `on_step`, is False on any rank. Collective."""
         state = self._state
         (count,) = all_reduce_values([float(answer is False)], state.parallel.world.group, state.platform.device)
         return count > 0
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`best_iteration` and `best_value`; empty while there are none."""
+        """`best_iteration` and `best_value` by name; empty before the first compared evaluation."""
         best = self._state.best
         if self._state.config.checkpoint.best_metric is None or best.iteration is None or best.value is None:
             return {}

@@ -1,4 +1,4 @@
-"""A run whose model is built: its state, and what the verbs of `MegatronWrap` are delegated to."""
+"""A run whose model is built: its state, and the objects that the methods of `MegatronWrap` delegate to."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Run:
     """Builds the model, and for training the optimizer, with the weights that the run starts from. Collective.
 
     Args:
-        config: of the run, in force.
-        reference_config: of the reference or teacher model that training needs; None: it needs none.
+        config: the run's configuration in force.
+        reference_config: configuration of the reference or teacher model; None: training needs none.
         tokenizer: the run's Hugging Face tokenizer, or None.
         training: False builds only the model.
         save: saves a checkpoint of the run.
@@ -101,7 +101,7 @@ class Run:
         folder to save into, a signal.
 
         Args:
-            watch: of this process's interrupts.
+            watch: watch of this process's interrupts.
         """
         assert self.training is not None
         train = self.state.config.train
@@ -116,12 +116,12 @@ class Run:
         self.training.stop_on(self._stop)
 
     def interrupted(self) -> str:
-        """A sentence for a run that Ctrl-C has ended: where it stands, and how to continue."""
+        """A sentence for a run that Ctrl-C has ended: its progress, and how to continue."""
         return "interrupted" if self.training is None else self.checkpoints.ended("interrupted")
 
     def close(self) -> None:
         """Finish a save, end the processes that load data and write checkpoints, close the loggers, and restore the
-        handlers of signals. The model cannot be used afterwards."""
+        signal handlers. The model cannot be used afterwards."""
         self.checkpoints.close()
         remove_gather_hooks(self.state.chunks)
         delete_graphs(self.state.chunks)

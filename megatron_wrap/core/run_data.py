@@ -34,7 +34,7 @@ class RunData:
     """The data that `megatron_wrap.data` selects. Indexed files are opened once.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         tokenizer: the run's Hugging Face tokenizer, or None.
     """
 
@@ -43,10 +43,10 @@ class RunData:
         self._indexed: IndexedData | None = None
         self._closed = False
         self.loaders: list[BatchLoader] = []
-        """Of the iterators over batches that are in use."""
+        """Loaders of the iterators over batches that are in use."""
 
     def batches(self, state: TrainingState, samples: Sequence[Any] | None) -> Iterator[list[Any]]:
-        """The batches after the progress of `state`; see `MegatronWrap.batches`."""
+        """The batches that follow the progress of `state`; see `MegatronWrap.batches`."""
         config = self._config
         of_sample = preparation(state.flow, state.prepare_sample, config.train.seed)
         stored = None
@@ -115,7 +115,7 @@ class RunData:
         self, stream: SampleStream, flow: MegatronWrapTrainingFlowBase, of_sample: Preparation
     ) -> CachedSamples | None:
         """The prepared samples of `stream` in `megatron_wrap.data.cache_dir`, written now where they are missing; None
-        without that key."""
+        without cache_dir."""
         sources = derived.training_sources(self._config)
         return cached_samples(self._config, sources, stream, flow, of_sample)
 
@@ -130,7 +130,8 @@ def with_train_iters(config: RunConfig, parallel: ParallelState, tokenizer: Any)
     """The configuration with `train_iters`, derived from `train_samples`, or from `train_epochs` and the training data.
 
     Raises:
-        ConfigError: the phases of the learning rate do not fit the number of steps. DataError: a row cannot be used.
+        ConfigError: the phases of the learning rate do not fit the number of steps.
+        DataError: a row cannot be used.
     """
     if config.train.train_samples is not None:
         return _with_steps(config, derived.train_iters(config))

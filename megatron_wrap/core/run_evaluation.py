@@ -13,16 +13,16 @@ from megatron_wrap.engine.generation.generate import sample_texts
 from megatron_wrap.engine.state.state import TrainingState
 
 _LARGEST_LOGARITHM = 20.0
-"""Of a perplexity, as in Megatron-LM's evaluate_and_print_results (megatron/training/training.py)."""
+"""Largest logarithm of a perplexity, as in Megatron-LM's evaluate_and_print_results (megatron/training/training.py)."""
 
 
 class RunEvaluation:
-    """Evaluates the current weights; its methods are those of `MegatronWrap`.
+    """Evaluates the current weights; `MegatronWrap` has the same methods.
 
     Args:
-        state: of the run.
+        state: training state of the run.
         tokenizer: the run's Hugging Face tokenizer, or None.
-        records: receive each evaluation.
+        records: records of the run, which receive each evaluation.
         evaluation_sets: opens the sets of the configuration: name -> samples.
     """
 

@@ -1,4 +1,4 @@
-"""The weights of a run under Hugging Face's names: folders, uploads, streams for rollout engines, verification."""
+"""Export of a run's weights under Hugging Face's names: folders, uploads, streams for rollout engines, verification."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from megatron_wrap.utils.dist_logger import logger
 
 
 class RunExport:
-    """Exports the current weights; its methods are those of `MegatronWrap`.
+    """Exports the current weights; `MegatronWrap` has the same methods.
 
     Args:
-        state: of the run.
+        state: training state of the run.
         tokenizer: the run's Hugging Face tokenizer, written with the weights; or None.
-        checkpoints: of the run.
-        records: of the run.
+        checkpoints: checkpoints of the run.
+        records: records of the run.
     """
 
     def __init__(self, state: TrainingState, tokenizer: Any, checkpoints: RunCheckpoints, records: RunRecords) -> None:
@@ -54,7 +54,7 @@ class RunExport:
         merge: bool = False,
         keep_vision: bool = False,
     ) -> Path:
-        """Write a Hugging Face folder, or the run's adapter as a folder of peft; with a model card if the model was
+        """Write a Hugging Face folder, or the run's adapter as a peft folder; with a model card if the model was
         trained here."""
         state, hf_format = self._state, self._format(family)
         vision = KeptVision.of(hf_format) if keep_vision else None
@@ -82,8 +82,8 @@ class RunExport:
 
     @property
     def _iteration(self) -> int | None:
-        """Steps that the weights were trained for, by this run or by that of the loaded checkpoint; None: they are
-        those of a Hugging Face folder, or initial ones."""
+        """Number of steps that the weights were trained for, by this run or by the run that saved the loaded
+        checkpoint; None: they are weights of a Hugging Face folder, or initial ones."""
         if self._state.optimizer is not None:
             return self._state.progress.iteration
         return None if self._checkpoints.loaded is None else self._checkpoints.loaded[1]
@@ -104,7 +104,7 @@ class RunExport:
         write_model_card(folder, record, iteration, evaluation, task)
 
     def save_beside(self, checkpoint: Path) -> None:
-        """Write the Hugging Face folder of a checkpoint beside it, and remove those of checkpoints that were removed.
+        """Write the Hugging Face folder of a checkpoint next to it, and remove the folders of removed checkpoints.
         Collective."""
         state = self._state
         self.save_pretrained(checkpoint.parent / f"hf_{state.progress.iteration:07d}")
@@ -130,7 +130,7 @@ class RunExport:
         """Compare the model with transformers', and log the verdict. Collective.
 
         Raises:
-            CheckpointError: they differ.
+            CheckpointError: the models differ.
         """
         verdict = verify_hugging_face(self._state, self._tokenizer)
         logger.info_rank_0(verdict.table())

@@ -1,5 +1,5 @@
-"""The folders that one training run at a time writes, its output folder and that of its checkpoints, and how often it
-was started there without progress."""
+"""The folders that only one training run writes at a time (its output folder and its checkpoint folder), and the number
+of starts there without progress."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _STARTS = ".starts.json"
 
 
 def hold_folders(config: RunConfig) -> ExitStack:
-    """Hold both folders until the returned stack is closed. Collective.
+    """Lock both folders until the returned stack is closed. Collective.
 
     Raises:
-        CheckpointError: on every rank, if another run holds one.
+        CheckpointError: on every rank, if another run has locked one.
     """
     keys = {Path(derived.output_dir(config)): "megatron_wrap.logger.output_dir"}
     if config.train.save is not None:
@@ -44,7 +44,7 @@ def count_start(config: RunConfig, iteration: int) -> None:
     """Record that training starts after `iteration` steps. Collective.
 
     Raises:
-        CheckpointError: on every rank, if it has started there `max_starts_without_progress` times.
+        CheckpointError: on every rank, if training has started there `max_starts_without_progress` times.
     """
     most = config.checkpoint.max_starts_without_progress
     if config.train.save is None or most is None:
@@ -70,7 +70,8 @@ def count_start(config: RunConfig, iteration: int) -> None:
 
 
 def forget_starts(config: RunConfig) -> None:
-    """The run has ended as it should, or was interrupted by its user; on global rank 0."""
+    """Forget the recorded starts, because the run has ended normally or was interrupted by its user. On global rank
+    0."""
     if config.train.save is not None:
         with contextlib.suppress(OSError):
             (Path(config.train.save).expanduser() / _STARTS).unlink()

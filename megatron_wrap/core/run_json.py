@@ -1,4 +1,5 @@
-"""`run.json`: what a run is, written beside its metrics when its training begins, for `megatron-wrap report`."""
+"""`run.json`, the description of a run, written next to its metrics when its training begins, for `megatron-wrap
+report`."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def write_run_facts(state: TrainingState, output_dir: Path, resumed_from: int | 
 
 
 def _json(facts: Mapping[str, Any], values: Sequence[list[str]]) -> str:
-    """The facts as JSON, with a line for each value of the configuration. Without an indent these are encoded in C."""
+    """The facts as JSON, with a line for each value of the configuration. The values are encoded without an indent,
+    which json does in C."""
     text = json.dumps(facts, indent=1, ensure_ascii=False).removesuffix("\n}")
     lines = ",\n  ".join(json.dumps(value, ensure_ascii=False) for value in values)
     return f'{text},\n "configuration": [\n  {lines}\n ]\n}}\n'

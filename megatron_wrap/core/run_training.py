@@ -1,4 +1,4 @@
-"""The steps of a run: each in one call or in parts, then its record and the save at each `save_interval`."""
+"""The steps of a run: each in one call or in parts, followed by its record and the save at each `save_interval`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_wrap.utils.dist_logger import logger
 
 
 class RunTraining:
-    """Takes steps; its methods are those of `MegatronWrap`.
+    """Takes steps; `MegatronWrap` has the same methods.
 
     Args:
-        state: of the run, with an optimizer.
-        records: receive each step.
-        checkpoints: of the run.
+        state: training state of the run, with an optimizer.
+        records: records of the run, which receive each step.
+        checkpoints: checkpoints of the run.
         save: saves a checkpoint.
     """
 
@@ -44,23 +44,23 @@ class RunTraining:
         self._stop, self._state.stop_requested = requests, requests.pending
 
     def train(self, batch: Sequence[Any] | None) -> dict[str, float]:
-        """One step."""
+        """Take one step."""
         self._refuse_further_steps()
         split_step.refuse_open_step(self._state, "wrap.train")
         return self._finished(lambda: train_step(self._state, batch))
 
     def count_weights(self, batches: Sequence[Sequence[Any]] | None) -> StepWeights:
-        """Loss weights and statistics of a step in parts."""
+        """Loss weights and statistics of a step that is passed in parts."""
         self._refuse_further_steps()
         return split_step.count_weights(self._state, batches)
 
     def forward_backward(self, batch: Sequence[Any] | None, step_weights: StepWeights) -> None:
-        """Gradients of a part."""
+        """Compute the gradients of a part."""
         self._refuse_further_steps()
         split_step.forward_backward(self._state, batch, step_weights)
 
     def optimizer_step(self) -> dict[str, float]:
-        """The update from the gradients of all parts."""
+        """Update the weights from the gradients of all parts."""
         return self._finished(lambda: split_step.optimizer_step(self._state))
 
     def refuse_if_untrained(self) -> None:
@@ -75,7 +75,7 @@ class RunTraining:
         return self._finish(report)
 
     def _rolled_back(self, bad: BadStep) -> dict[str, float]:
-        """Go back to the newest checkpoint, and leave out the samples of the bad step from now on. Collective."""
+        """Go back to the newest checkpoint, and leave out the samples of the bad step from then on. Collective."""
         state, before = self._state, self._state.progress
         most = state.config.bad_steps.max_rollbacks
         if before.rollbacks >= most:

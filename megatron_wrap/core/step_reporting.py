@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 _PROMPT_LENGTH = 50
-"""Characters of a prompt on the console."""
+"""Largest number of characters of a prompt on the console."""
 
 
 class RunRecords:
     """Receives each step and each evaluation of a run; nothing is written before `open`.
 
     Args:
-        config: of the run, in force.
-        flow_metrics: `console_metrics` of the run's flow.
+        config: the run's configuration in force.
+        flow_metrics: the flow's `console_metrics`.
     """
 
     def __init__(self, config: RunConfig, flow_metrics: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class RunRecords:
         self._texts: SampleTexts | None = None
         self._text_errors = ToleratedErrors()
         self.last_evaluation: tuple[int, dict[str, float]] | None = None
-        """Iteration and metrics, SET/METRIC -> value, of the last evaluation."""
+        """(iteration, metrics as SET/METRIC -> value) of the last evaluation; None before the first."""
 
     def open(self, iteration: int, resumed_from: int | None, profiler: StepProfiler | None = None) -> None:
         """Start the metric loggers that the configuration selects, and the progress bar.
@@ -56,7 +56,7 @@ class RunRecords:
         Args:
             iteration: number of steps already taken.
             resumed_from: iteration of the checkpoint that the run resumes from; later iterations are recorded again.
-            profiler: of `megatron_wrap.profile`; closed by `close`.
+            profiler: profiler of `megatron_wrap.profile`, which `close` closes; None: nothing is profiled.
         """
         self._profiler = profiler
         settings = self._config.logger
@@ -82,14 +82,14 @@ class RunRecords:
             self._progress_bar = ProgressBar(derived.train_iters(self._config), iteration)
 
     def rewind(self, iteration: int) -> None:
-        """Continue after `iteration` steps, as a run that resumes from there: later records are removed."""
+        """Continue after `iteration` steps, like a run that resumes from there: later records are removed."""
         self._close_loggers()
         self._last = self._recorded_iteration = None
         self._is_rewound = True
         self.open(iteration, iteration, self._profiler)
 
     def step_taken(self, report: StepReport) -> None:
-        """Keep the report of the last step. Collective after the last of consecutive profiled steps."""
+        """Keep the report of the last step. Collective after the last step of a range of profiled steps."""
         self._last = report
         if self._profiler is not None:
             self._profiler.step_ends(report.iteration, report.metrics)
@@ -108,7 +108,7 @@ class RunRecords:
             logger.info_rank_0(self._lines.step(report.metrics, report.is_trained))
 
     def log_last(self) -> None:
-        """`write_last`, and move the progress bar.
+        """Write the last step (see `write_last`), and advance the progress bar.
 
         Raises:
             TrainingError: no step has been taken.
@@ -129,7 +129,7 @@ class RunRecords:
             logger.info_rank_0(line)
 
     def sample_texts(self, iteration: int, texts: Sequence[tuple[str, str]]) -> None:
-        """Write completions, each as (prompt, text), after `iteration` steps to samples.jsonl, and their beginnings to
+        """Write completions, each as (prompt, text), after `iteration` steps: to samples.jsonl, and their beginnings to
         the console."""
         for prompt, text in texts:
             head = f"iteration {iteration}, sample of {_shortened(repr(prompt), _PROMPT_LENGTH)}: "

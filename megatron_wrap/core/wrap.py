@@ -1,4 +1,5 @@
-"""`MegatronWrap`: the lifecycle of a run, and delegation. The training step is in `megatron_wrap.engine.step`."""
+"""`MegatronWrap`: the lifecycle of a run, and delegation to its parts. The training step is in
+`megatron_wrap.engine.step`."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class MegatronWrap:
         self.given_config = with_local_copies(config if isinstance(config, RunConfig) else read_run(config, overrides))
         """The configuration as it was passed."""
         self.config = self.given_config
-        """The configuration in force: from `setup_model_and_optimizer` on with values for the keys that were left open,
-        which are chosen for machine, layout and checkpoint."""
+        """The configuration in force. From `setup_model_and_optimizer` on, it has values for the keys that were left
+        open, chosen for machine, layout and checkpoint."""
         self._reference_config = validate(self.given_config)
         self.platform = choose_platform(self.config.init.platform)
         self.tokenizer: Any = None
@@ -100,7 +101,8 @@ class MegatronWrap:
         of a peft adapter sets `megatron_wrap.adapter` as well, and hf_path to the model that it names as its base.
 
         Raises:
-            ConfigError: the folder is invalid, or a value of the YAML contradicts its config.json; with both values.
+            ConfigError: the folder is invalid, or a value of the YAML contradicts its config.json; the message has both
+                values.
             CheckpointError: the folder is of an adapter that cannot be loaded.
         """
         adapter: list[str] = []
@@ -167,8 +169,8 @@ class MegatronWrap:
 
         Raises:
             PlatformError: Megatron-Core cannot build this model on this platform. CheckpointError: see `load`; or
-                another run holds the output folder or that of the checkpoints; or this one has failed too often
-                without a new checkpoint.
+                another run holds the output folder or the checkpoint folder; or this run has failed too often without a
+                new checkpoint.
         """
         from megatron_wrap.core.run_folders import count_start
 
@@ -313,17 +315,18 @@ class MegatronWrap:
         return self._training().train(batch)
 
     def count_weights(self, batches: Sequence[Sequence[Any]] | None) -> StepWeights:
-        """The loss weights, and the statistics that the flow declares, of a step that is passed in parts. Collective.
+        """Compute the loss weights, and the statistics that the flow declares, of a step that is passed in parts.
+        Collective.
 
-        With them `forward_backward` of each part, then `optimizer_step`, take the step that `train` of all samples
-        would take.
+        Given these weights, `forward_backward` of each part and then `optimizer_step` take the same step as `train` of
+        all samples.
 
         Args:
             batches: the parts in their order, `global_batch_size` samples together; on every rank, or only on global
                 rank 0 with None on the others.
 
         Returns:
-            For `forward_backward`; `weights` has the weight of each loss term over the whole step.
+            The weights for `forward_backward`; `weights` contains the weight of each loss term over the whole step.
 
         Raises:
             DataError: the parts have another number of samples together.
@@ -339,8 +342,8 @@ class MegatronWrap:
             step_weights: the return value of `count_weights`.
 
         Raises:
-            TrainingError: `step_weights` are of another step. DataError: the part has another size. After an error the
-                step begins again with its first part.
+            TrainingError: `step_weights` belong to another step. DataError: the part has another size. After an error
+                the step begins again with its first part.
         """
         self._training().forward_backward(batch, step_weights)
 
@@ -348,7 +351,7 @@ class MegatronWrap:
         """Reduce the gradients of all parts of a step, update the parameters, and save as `train` does. Collective.
 
         Returns:
-            The metrics of the whole step, as those of `train`.
+            The metrics of the whole step, as in `train`.
 
         Raises:
             TrainingError: a part is missing; or as `train`.
@@ -360,7 +363,7 @@ class MegatronWrap:
         self._ready().records.log_last()
 
     def fit(self, on_step: Callable[[Self, dict[str, float]], Any] | None = None) -> dict[str, float]:
-        """The rest of the run in one call: `batches`, `train` and `log_last_metrics` for each step, `evaluate` by
+        """Train the rest of the run in one call: `batches`, `train` and `log_last_metrics` for each step, `evaluate` by
         `eval_interval` and at the end, `save` at the end where `save` is set. Collective.
 
         With `megatron_wrap.checkpoint.best_metric`, each evaluation by `eval_interval` and that after the last step,
@@ -411,13 +414,13 @@ class MegatronWrap:
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
-        """Within the context, `forward`, `generate` and `evaluate` compute with another adapter. Collective.
+        """A context in which `forward`, `generate` and `evaluate` compute with another adapter. Collective.
 
             with wrap.adapter(None):
                 before = wrap.generate(prompts)
 
         Args:
-            name: of `megatron_wrap.adapter.others`; "default", the trained one; None: the base.
+            name: a name in `megatron_wrap.adapter.others`; "default": the trained adapter; None: the base.
 
         Raises:
             ConfigError: there is no such adapter.
@@ -434,7 +437,7 @@ class MegatronWrap:
                 self._adapter = before
 
     def evaluate(self, sets: Mapping[str, Sequence[Any] | None] | None = None) -> dict[str, float]:
-        """The objective and the flow's metrics over named evaluation sets; the state is unchanged. Collective.
+        """Evaluate the objective and the flow's metrics over named evaluation sets; the state is unchanged. Collective.
 
         Args:
             sets: name -> samples, on every rank or only on global rank 0 with None on the others; default: the
@@ -486,8 +489,8 @@ class MegatronWrap:
                 are divided by it and a token is sampled.
             top_p: sample from the most probable tokens of this total probability, as in transformers; None: from all.
             top_k: sample from the k most probable tokens, as in transformers; None: from all.
-            seed: of the sampling; None: `megatron_lm.train.common.seed`. The same seed returns the same completions on
-                every layout and in every batch, so a rollout loop must pass another seed in each call.
+            seed: seed of the sampling; None: `megatron_lm.train.common.seed`. The same seed returns the same
+                completions on every layout and in every batch, so a rollout loop must pass another seed in each call.
             stop: texts and token ids that end a completion, in addition to the model's end tokens.
             batch_size: completions that a replica computes at a time; the KV cache has room for that many sequences.
             n: completions of each prompt, drawn independently. Equal prompts in a batch are processed once.
@@ -565,7 +568,7 @@ class MegatronWrap:
             dtype: "float32", "bfloat16" or "float16"; None: that of the parameters.
             family: a model_type of transformers; None: that of hf_path, else the first that can express the
                 architecture.
-            merge: add the adapter's products to the weights; no effect without an adapter.
+            merge: add the product of the adapter's factors to each weight; no effect without an adapter.
             keep_vision: copy the vision encoder of hf_path unchanged.
 
         Raises:
@@ -689,8 +692,8 @@ class MegatronWrap:
     # ---- internal ----
 
     def _where(self) -> tuple[int | None, str]:
-        """The iteration under way, and the phase."""
-        if self._run is not None:  # else what was known last: the run is set up or closed
+        """(iteration, phase) of the run under way, else the last known ones."""
+        if self._run is not None:  # else the last known values: the run is set up or closed
             self._last_known = self._run.state.progress.iteration + 1, current_phase()
         return self._last_known
 

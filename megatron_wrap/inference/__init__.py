@@ -1,2 +1,2 @@
-"""Use of trained models: a run of a folder or a checkpoint, chats and completions, the adapter for
+"""Use of trained models: the run of a folder or a checkpoint, chats and completions, the adapter for
 lm-evaluation-harness."""

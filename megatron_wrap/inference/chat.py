@@ -16,12 +16,12 @@ from megatron_wrap.utils.progress import WorkProgress
 
 RESET = "/reset"
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""How a tokenizer decodes the first bytes of a character."""
+"""Character to which a tokenizer decodes the first bytes of an incomplete character."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are generated; the names are those of `wrap.generate`."""
+    """Settings of the generation of completions, with the names of `wrap.generate`."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -32,10 +32,10 @@ class Sampling:
 
 
 class Conversation:
-    """Turns with a model: messages with a chat template, else each text alone is completed.
+    """A conversation with a model: messages with a chat template; without one, each text is completed by itself.
 
     Args:
-        wrap: with a model and a tokenizer.
+        wrap: a run with a model and a tokenizer.
         system: content of a system message; None: there is none.
 
     Raises:
@@ -57,7 +57,7 @@ class Conversation:
         """The model's answer to the user's next message. Collective.
 
         Args:
-            text: of the message, equal on every rank.
+            text: content of the message, equal on every rank.
             write: receives the parts of the answer as they are generated.
 
         Raises:
@@ -80,7 +80,7 @@ class Conversation:
 
 
 class _TextStream:
-    """Writes the text of a growing list of tokens, character by complete character."""
+    """Writes the text of a growing list of tokens, as far as its characters are complete."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
         self._tokenizer, self._write = tokenizer, write
@@ -98,11 +98,11 @@ class _TextStream:
 
 
 def talk(conversation: Conversation, read: Callable[[], str | None], write: Callable[[str], object], rank: int) -> None:
-    """Answer messages until there are no more. Collective.
+    """Answer messages until `read` returns None. Collective.
 
     Args:
         read: returns the next message, or None at the end; called on global rank 0.
-        write: receives answers and mistakes as text; called on global rank 0.
+        write: receives answers and error messages as text; called on global rank 0.
         rank: global rank of this process.
     """
     while (text := broadcast_object(read() if rank == 0 else None, source_rank=0)) is not None:
@@ -123,10 +123,11 @@ def talk(conversation: Conversation, read: Callable[[], str | None], write: Call
 def complete_rows(
     wrap: MegatronWrap, rows: list[dict[str, Any]], sampling: Sampling, system: str | None = None
 ) -> list[dict[str, Any]]:
-    """The rows of `read_prompts` with `completion`, its text, and `finish_reason` (see `wrap.generate`). Collective.
+    """The rows of `read_prompts`, each with the text of its `completion` and its `finish_reason` (see `wrap.generate`).
+    Collective.
 
     Args:
-        rows: equal on every rank.
+        rows: result of `read_prompts`, equal on every rank.
         system: content of a system message for rows of messages without one.
 
     Raises:
@@ -145,7 +146,7 @@ def complete_rows(
 
 
 def _completions(wrap: MegatronWrap, prompts: list[Any], sampling: Sampling, **reporting: Any) -> list[Completion]:
-    """Those of `generate`, with its arguments `on_tokens` or `progress`."""
+    """Completions by `generate`, which gets `on_tokens` or `progress` from `reporting`."""
     state, tokenizer = wrap.state, wrap.tokenizer
     limit = fitting_max_new_tokens(state, tokenizer, prompts, sampling.max_new_tokens)
     rule = SamplingRule(sampling.temperature, sampling.top_k, sampling.top_p)

@@ -31,10 +31,10 @@ from megatron_wrap.utils.progress import WorkProgress
 NAME = "megatron_wrap"
 """Name of the model in the registry of lm-evaluation-harness."""
 _MAX_GEN_TOKS = 256
-"""Of requests that set no number, as in the harness's model `hf`."""
+"""Number of new tokens of requests that set none, as in the harness's model `hf`."""
 _SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 _NEUTRAL: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0}
-"""Further options of generation -> the value that has no effect."""
+"""Further generation options -> the value that has no effect. Other values are refused."""
 
 TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 """(context and continuation as text, or None; tokens of the context; tokens of the continuation)."""
@@ -42,7 +42,7 @@ TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model(NAME)
 class HarnessModel(TemplateLM):
-    """A model for lm-evaluation-harness, tokenized as by its model `hf`. Collective over all ranks.
+    """A model for lm-evaluation-harness, with the tokenization of the harness's model `hf`. Collective over all ranks.
 
     Args:
         pretrained: a run with a model and a tokenizer, or the source of one (see `read_model`), which is started.
@@ -73,13 +73,13 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token before a text without a context."""
+        """Id of the token that precedes a text without a context."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a sequence: the model's positions, else the length of its training."""
+        """Largest number of tokens of a sequence: the model's positions, else the length of its training."""
         config = self._wrap.config
         return derived.max_position_embeddings(config.arch, config.train.seq_length)
 
@@ -96,7 +96,8 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def _loglikelihood_tokens(self, requests: Sequence[TokenRequest], **kwargs: Any) -> list[tuple[float, bool]]:
-        """(log-probability, whether it is greedy) of each continuation; a long context loses its first tokens."""
+        """(log-probability, whether greedy decoding returns it) of each continuation; a long context loses its first
+        tokens."""
         scores = self._scores([(context, continuation) for _, context, continuation in requests])
         answers = [(score.log_prob, score.is_greedy) for score in scores]
         for (texts, _, _), answer in zip(requests, answers, strict=True):
@@ -177,7 +178,7 @@ class HarnessModel(TemplateLM):
         return [completion["text"] or "" for completion in completions]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of messages; a template that refuses a system message gets none, as in the harness's model `hf`."""
+        """The text of messages. A template that refuses a system message gets none, as in the harness's model `hf`."""
         for messages in (chat_history, [message for message in chat_history if message["role"] != "system"]):
             try:
                 return self.tokenizer.apply_chat_template(
@@ -191,6 +192,6 @@ class HarnessModel(TemplateLM):
         raise ConfigError(f"eval: the chat template refuses the messages: {refusal}")
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts about the model, for the results."""
+        """Information about the model, for the results."""
         dtype = self._wrap.state.transformer_config.params_dtype
         return {"model_layout": str(self._wrap.state.parallel.layout), "model_dtype": str(dtype)}

@@ -12,7 +12,7 @@ from megatron_wrap.errors import DataError, special_file
 
 def read_prompts(path: str) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines, each `{"prompt": text or messages}`, `{"messages": [...]}` or a text, which
-    becomes the former.
+    becomes `{"prompt": text}`.
 
     Raises:
         DataError: the file is missing, or a line is something else; the message contains its number.

@@ -20,9 +20,9 @@ from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.errors import CheckpointError, ConfigError
 
 SOURCES = "Hugging Face folder or hub id, or a checkpoint: YAML of a run, folder of its checkpoints, or one checkpoint"
-"""What `read_model` takes, for the help of commands."""
+"""Description of the sources of `read_model`, for the help of commands."""
 _DEFAULT_LENGTH = 2048
-"""seq_length of a model whose config.json has no max_position_embeddings."""
+"""Default seq_length of a model whose config.json has no max_position_embeddings."""
 _PROVIDER_KEY = f"{SECTION_PATHS['model_provider']}.provider_key"
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 """dtype of a config.json -> file of the configuration tree; others are computed in fp32."""
@@ -34,7 +34,7 @@ def read_model(source: str, overrides: Sequence[str] = (), num_processes: int = 
     Args:
         source: see `SOURCES`.
         overrides: `a.b.c=value`, such as a layout; they take precedence.
-        num_processes: that the run will have.
+        num_processes: number of processes that the run will have.
 
     Raises:
         ConfigError, CheckpointError: there is no such model.
@@ -175,7 +175,7 @@ def content_without_flow(
 
 
 def _if_present(path_or_id: str | None) -> str | None:
-    """The folder, or the hub id in the local cache; None if it is no longer there."""
+    """The folder, or the hub id if it is in the local cache; None if it no longer exists."""
     if path_or_id is not None:
         with suppress(ConfigError):
             resolve_folder(path_or_id)

@@ -1,4 +1,4 @@
-"""Runs the processes of this node under torchrun's agent, and reports the one that failed first, or left the run."""
+"""Runs the processes of this node under torchrun's agent, and reports the process that failed or left the run first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 _BACKEND = "megatron_wrap_c10d"
-"""Name of torchrun's rendezvous c10d for a fixed number of nodes, which find each other at one address of the first."""
+"""Name of a variant of torchrun's rendezvous c10d for a fixed number of nodes, which meet at an address of the first
+node."""
 _INTERRUPTIBLE = """
 import signal, sys
 try:
@@ -49,8 +50,8 @@ def python_statement(statement: str) -> list[str]:
 
 
 def python_call(function: Callable[..., None], *functions: Callable[..., None]) -> list[str]:
-    """Arguments of python that call a function with other functions, and then the words that follow these arguments;
-    each is imported from its module."""
+    """Arguments of python that call a function with other functions, and then with the words that follow these
+    arguments. Each function is imported from its module."""
     imports = "; ".join(f"from {each.__module__} import {each.__name__}" for each in (function, *functions))
     names = [each.__name__ for each in functions]
     return python_statement(f"import sys; {imports}; {function.__name__}({', '.join([*names, '*sys.argv[1:]'])})")
@@ -65,16 +66,16 @@ def launch_processes(
     own_exit_codes: bool = True,
 ) -> int:
     """Runs the processes of this node under torchrun's agent; returns 0 if all have ended as a run does, else the exit
-    code of the first one that has not.
+    code of the first process that has not.
 
-    Those of a run on one node listen on the loopback interface only.
+    The processes of a run on one node listen on the loopback interface only.
 
     Args:
         program: arguments of python in each process.
-        config: of the run; None: there is none.
-        signals: entered; the output folder of the run gets the logs of the processes and `failure.json`. None: a signal
-            ends the processes, and they print to the console.
-        seconds_to_meet: that a node waits for the others, at most.
+        config: the run's configuration; None: there is none.
+        signals: an entered context; the output folder of the run gets the logs of the processes and `failure.json`.
+            None: a signal ends the processes, and they print to the console.
+        seconds_to_meet: largest number of seconds that a node waits for the others.
         own_exit_codes: the program may end where it likes with any exit code, as a user's script. False: it is within
             `exit_on_user_error`, which records its end, and 0, 2, 75 and 130 count only with this record.
 
@@ -133,7 +134,7 @@ def _set_variables(nodes: Nodes, config: RunConfig | None) -> None:
 
 
 def _torchrun(nodes: Nodes, seconds_to_meet: int) -> LaunchConfig:
-    """Options of torchrun; those of one node register a rendezvous on the loopback interface."""
+    """Options of torchrun; for a run on one node, the rendezvous is on the loopback interface."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -169,11 +170,11 @@ def _exit_code(
     watch: ProcessWatch | None,
     logs: Path | None,
 ) -> int:
-    """The exit code of the command, after the end of all processes. If one has failed, or left the run, the last lines
-    of the first one and which one it was are printed.
+    """The exit code of the command, after the end of all processes. If a process has failed or left the run, the first
+    such process is named, and the last lines of its log are printed.
 
     Args:
-        failures: of torchrun: rank -> exit code of each process that did not end with 0.
+        failures: torchrun's failures: rank -> failure of each process that did not end with exit code 0.
     """
     if watch is not None:
         watch.close()
@@ -194,7 +195,7 @@ def _exit_code(
     if watch is not None:
         errors = {of: error_of(records.ending(of), failures.get(of)) for of in failed}
         sentence = watch.failed(failed, rank, errors[rank][0], {of: text for of, (_, text) in errors.items()})
-    if logs is not None and rank != 0:  # the console has those of rank 0
+    if logs is not None and rank != 0:  # the console has the lines of rank 0
         sys.stderr.write(rank_log.summary(logs, rank))
     where = "messages of the processes are above" if logs is None else f"{logs} has the messages of each rank"
     sys.stderr.write(f"error: {sentence}; {where}\n")
@@ -207,16 +208,16 @@ def _exit_code(
 def _rendezvous(parameters: Any) -> Any:
     """The handler of torch's c10d, with three differences.
 
-    The order of the nodes is that of their numbers, not of their host names. Ranks use the store at the endpoint, which
-    their agents have just reached: the host name of another node may have no address. An agent looks for no further
-    nodes, since their number is fixed, and therefore survives that of the first node while its own processes save.
+    The nodes are ordered by their numbers, not by their host names. Ranks use the store at the endpoint, which their
+    agents have just reached: the host name of another node may have no address. An agent looks for no further nodes,
+    since their number is fixed, and therefore survives the agent of the first node while its own processes save.
     """
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
     class FixedNodes(DynamicRendezvousHandler):
-        """See `_rendezvous`."""
+        """Rendezvous handler for a fixed number of nodes, see `_rendezvous`."""
 
         def get_backend(self) -> str:
             return _BACKEND

@@ -1,4 +1,4 @@
-"""The interface of what starts a run: torchrun's agent, Ray and the schedulers of clusters."""
+"""The interface of the programs that start a run: torchrun's agent, Ray and the schedulers of clusters."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LAUNCHED_BY = "MEGATRON_WRAP_LAUNCHER"
 
 @dataclass(frozen=True)
 class Program:
-    """What each process of a run does: a script, or a function of this package."""
+    """The work of each process of a run: a script, or a function of this package."""
 
     words: tuple[str, ...]
     """Arguments of the program."""
     script: str | None = None
-    """File of the user, run as `__main__`; None: examples/train.py, unless there is a function."""
+    """Path of the user's script, run as `__main__`; None: examples/train.py, unless there is a function."""
     function: Callable[..., None] | None = None
-    """Called with the words, after an import by its name."""
+    """Function that is imported by its name and called with the words; None: a script runs."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Rendezvous:
     """Name of the run at that address."""
 
     def address(self) -> tuple[str, int]:
-        """Host and port.
+        """(host, port) of the endpoint.
 
         Raises:
-            LayoutError: the endpoint is not of that form.
+            LayoutError: the endpoint is not HOST:PORT.
         """
         host, _, port = self.endpoint.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
@@ -53,21 +53,21 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Launch:
-    """A run that is to be started."""
+    """A run to be started."""
 
     config: RunConfig
     command: tuple[str, ...]
-    """Arguments of `megatron-wrap` without those of launchers: what starts the same run elsewhere."""
+    """Arguments of `megatron-wrap` without those of launchers, which start the same run elsewhere."""
     program: Program
     num_nodes: int | None = None
-    """Of the command line."""
+    """Number of nodes on the command line; None: not given."""
     processes_per_node: int | None = None
-    """Of the command line."""
+    """Number of processes on each node on the command line; None: not given."""
     rendezvous: Rendezvous | None = None
-    """Of the command line; for the processes of this node alone."""
+    """Rendezvous on the command line, for the processes of this node only; None: not given."""
 
     def layout(self) -> tuple[int, int]:
-        """Nodes, and processes of each, where no environment of torchrun counts: by the command line, else the
+        """(nodes, processes on each node) where torchrun's environment is not read: from the command line, else the
         configuration, else the fewest that can run it."""
         nodes = self.num_nodes or self.config.launch.nodes or 1
         per_node = self.processes_per_node or self.config.launch.gpus_per_node
@@ -75,19 +75,19 @@ class Launch:
 
 
 class Ended(NamedTuple):
-    """How a run has ended."""
+    """The end of a run."""
 
     exit_code: int
     finished: bool
-    """It did all that it was asked for, and this command shows what to do next."""
+    """Whether the run did all that it was asked for, and this command shows what to do next."""
 
 
 class Job(Protocol):
-    """A run that is started, or will be when it is waited for."""
+    """A run that is started, or will be started by `wait`."""
 
     @property
     def announcement(self) -> str:
-        """The name of the submitted job and the command that follows it; empty: the run ends with this command, which
+        """Name of the submitted job, and the command that follows it; empty: the run ends with this command, which
         therefore always waits."""
 
     def wait(self) -> Ended:
@@ -110,7 +110,8 @@ class Launcher(Protocol):
         return math.prod(launch.layout())
 
     def preview(self, launch: Launch) -> str:
-        """What `start` would run or submit; nothing is started. On Kubernetes the manifest is written."""
+        """The command or job that `start` would run or submit; nothing is started. On Kubernetes the manifest is
+        written."""
 
     def start(self, launch: Launch) -> Job:
         """Submit the run.

@@ -24,25 +24,25 @@ from megatron_wrap.parallel.watch.interrupts import INTERRUPTED
 from megatron_wrap.utils.atomic_write import named_write_errors, write_atomically
 
 Object = Mapping[str, Any]
-"""Of Kubernetes, as JSON."""
+"""An object of Kubernetes, as JSON."""
 _JOB_SET, _INDEX = "jobset.sigs.k8s.io", "batch.kubernetes.io/job-completion-index"
 _POLL_SECONDS = 2.0
 _MAX_FAILED_CALLS = 30
-"""Of kubectl, one after another, before a wait ends: a minute and the time that the calls take."""
+"""Number of failed calls of kubectl in a row that ends a wait: a minute and the time that the calls take."""
 _SHOWN_LINES = 30
-"""Of the log of a failed pod that was not followed."""
+"""Number of last lines that are shown of the log of a failed pod that was not followed."""
 _LOG_LINE = re.compile(r"[IWEF]\d{4} \d\d:")
-"""Of the logger of kubectl, which also prints the error itself."""
+"""Matches a line of kubectl's own logger; kubectl also prints the error itself."""
 _NO_TRAINER = ("doesn't have a resource type", 'no matches for kind "Train')
 _NO_REASONS = {"ContainerCreating", "PodInitializing"}
-"""Why a container that starts as usual is waiting."""
+"""Reasons for which a container waits that starts as usual; they are not shown."""
 
 
 class KubernetesLauncher(Launcher):
     """Pods of a TrainJob, one for each node."""
 
     def preview(self, launch: Launch) -> str:
-        """Writes the manifest, which is a file for `kubectl apply` on another machine, and shows it."""
+        """Writes the manifest, a file for `kubectl apply` on another machine, and returns it."""
         path, text = _written(launch)
         return f"kubectl apply --filename {path}, which is written:\n\n{text}"
 
@@ -75,10 +75,10 @@ def _written(launch: Launch) -> tuple[Path, str]:
 
 
 class Kubectl:
-    """The program, in the context and the namespace of the settings.
+    """The program kubectl, called in the context and the namespace of the settings.
 
     Raises:
-        PlatformError: it is not installed.
+        PlatformError: kubectl is not installed.
     """
 
     def __init__(self, settings: KubernetesConfig) -> None:
@@ -90,14 +90,14 @@ class Kubectl:
         self._options = [word for option, value in options.items() if value for word in (option, value)]
 
     def shown(self, *words: str) -> str:
-        """A command as it is typed."""
+        """A kubectl command as a user types it."""
         return shlex.join(["kubectl", *self._options, *words])
 
     def __call__(self, *words: str) -> str:
-        """What a call prints.
+        """The output of a call.
 
         Raises:
-            PlatformError: it fails; the message is that of kubectl.
+            PlatformError: the call fails; the message is kubectl's.
         """
         command = ["kubectl", *self._options, *words, "--request-timeout=60s"]
         called = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -110,7 +110,7 @@ class Kubectl:
         return called.stdout
 
     def get(self, kind: str, *words: str) -> Any:
-        """An object, or a list of them, as JSON; None: there is none."""
+        """An object, or a list of objects, as JSON; None: there is none."""
         text = self("get", kind, *words, "--output", "json")
         return json.loads(text) if text.strip() else None
 
@@ -129,7 +129,7 @@ class KubernetesJob:
     """A run on Kubernetes.
 
     Args:
-        path: of the manifest.
+        path: path of the manifest.
     """
 
     def __init__(self, kubectl: Kubectl, name: str, path: Path) -> None:
@@ -174,7 +174,7 @@ class KubernetesJob:
             return Ended(INTERRUPTED, finished=False)
 
     def _look(self) -> Ended | None:
-        """Show what is new; returns how the run has ended, if it has."""
+        """Show new output and states; returns the end of the run, or None while it continues."""
         job = self._kubectl.get("trainjob", self._name, "--ignore-not-found")
         listed = self._kubectl.get("pods", "--selector", self._selector)
         pods = sorted(map(Pod, listed["items"]), key=lambda pod: pod.created)
@@ -194,7 +194,7 @@ class KubernetesJob:
         return self._failed(condition, pods)
 
     def _follow(self, pod: Pod) -> bool:
-        """Print the log of a pod, unless all of it is printed; whether it was printed."""
+        """Print the log of a pod, unless all of it is printed; returns whether it was printed."""
         name, runs = pod.name, pod.phase == "Running"
         if runs or name not in self._printed:
             whole = self._kubectl.follow_log(name, self._printed_until.get(name))
@@ -207,7 +207,8 @@ class KubernetesJob:
         return False
 
     def _failed(self, condition: Object, pods: Sequence[Pod]) -> Ended:
-        """Of a wrong input, else of the pod that failed first since all pods were last started."""
+        """The end of a failed run: with the exit code of a pod with a user's error, else of the pod that failed first
+        since all pods were last started."""
         reason = f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": ")
         latest = max((pod.attempt for pod in pods), default=0)
         failed = [pod for pod in pods if pod.attempt == latest and pod.exit_code is not None]
@@ -216,7 +217,7 @@ class KubernetesJob:
             return Ended(1, finished=False)
         pod = min(failed, key=lambda pod: (pod.exit_code != 2, pod.ended_at))
         if pod.name not in self._printed:
-            with contextlib.suppress(PlatformError):  # it has none
+            with contextlib.suppress(PlatformError):  # the pod has no log
                 sys.stdout.write(self._kubectl("logs", "--tail", str(_SHOWN_LINES), pod.name))
         self._say(f"error: pod {pod.name} ended with {pod.ending}; TrainJob {self._name} has failed: {reason}")
         return Ended(pod.exit_code or 1, finished=False)
@@ -237,7 +238,7 @@ def _end_of(job: Object) -> Object | None:
 
 
 class Pod:
-    """What the object of a pod states."""
+    """The state of a pod, from its object."""
 
     def __init__(self, pod: Object) -> None:
         metadata, status = pod["metadata"], pod.get("status", {})
@@ -246,12 +247,12 @@ class Pod:
         terminated = state.get("terminated", {})
         self.name, self.created = str(metadata["name"]), str(metadata.get("creationTimestamp", ""))
         self.is_first = str(labels.get(_INDEX)) == "0"
-        """Whether rank 0 runs in it."""
+        """Whether rank 0 runs in the pod."""
         self.attempt = int(labels.get(f"{_JOB_SET}/restart-attempt", 0))
         self.phase = str(status.get("phase", "Pending"))
-        """Pending, Running, Succeeded or Failed."""
+        """Phase of the pod: Pending, Running, Succeeded or Failed."""
         self.exit_code = int(terminated.get("exitCode", 1)) if self.phase == "Failed" else None
-        """Of a pod that has failed; 1 for one that was evicted before its container ran."""
+        """Exit code of a failed pod, 1 if it was evicted before its container ran; None: it has not failed."""
         reason = str(terminated.get("reason") or status.get("reason") or status.get("message") or "")
         # Error adds nothing to the exit code, OOMKilled or Evicted does
         self.ending = f"exit code {self.exit_code}" + (f" ({reason})" if reason not in ("", "Error") else "")
@@ -260,6 +261,6 @@ class Pod:
         unscheduled = (each for each in conditions if each["type"] == "PodScheduled" and each["status"] == "False")
         waiting = next(unscheduled, state.get("waiting", {}))
         self.waits_for = ""
-        """Why it does not run yet; empty: there is no particular reason."""
+        """Reason why the pod does not run yet; empty: there is no particular reason."""
         if self.phase == "Pending" and waiting and waiting.get("reason") not in _NO_REASONS:
             self.waits_for = f"{waiting.get('reason', '')}: {waiting.get('message', '')}"

@@ -28,22 +28,22 @@ from megatron_wrap.launch.contract import Launch
 from megatron_wrap.parallel.watch.interrupts import RESUME
 
 CONFIG_FOLDER = "/etc/megatron-wrap"
-"""Folder of a pod with the run's YAML."""
+"""Folder in a pod that contains the run's YAML."""
 CONTAINER = "node"
-"""Trainer's name of the container that trains, and of the group of its pods."""
+"""Name that Trainer gives to the container that trains, and to the group of its pods."""
 _KEYS = "megatron_wrap.launch.kubernetes"
 _MAX_CONFIG_BYTES = 900_000
-"""Of the YAML and its overlay; Kubernetes refuses objects above 1 MiB."""
+"""Largest size of the YAML and its overlay in bytes; Kubernetes refuses objects above 1 MiB."""
 _MAX_NAME = 40
-"""Characters; Kubernetes makes names of pods of it, which have at most 63."""
+"""Largest number of characters of a job's name; Kubernetes derives names of pods from it, which have at most 63."""
 _OURS = ("containers", "volumes", "restartPolicy", "terminationGracePeriodSeconds", "nodeSelector", "tolerations")
 """Fields of a pod that other settings determine."""
 _DEFAULT_GRACE_SECONDS, _END_SECONDS = 600, 30
-"""Of a run that may take as long as it needs to save; what else a pod needs to end."""
+"""Seconds that a run may take to save by default, and further seconds that a pod needs to end."""
 
 
 def job_name(config: RunConfig) -> str:
-    """The name of the objects of a run."""
+    """Name of the objects of a run."""
     if config.kubernetes.name is not None:
         return config.kubernetes.name
     words = re.sub("[^a-z0-9]+", "-", config.name.lower()).strip("-")
@@ -82,7 +82,7 @@ def manifest(launch: Launch) -> str:
 
 
 def _violations(config: RunConfig) -> Iterator[tuple[list[str], str]]:
-    """Keys and the rule that they violate."""
+    """(key, the rule that it violates) for each wrong setting."""
     settings, save_seconds = config.kubernetes, config.train.stop_within_seconds
     name, grace = settings.name, settings.termination_grace_seconds
     if name is not None and (not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _MAX_NAME):
@@ -176,13 +176,13 @@ def _values(launch: Launch, files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _yaml(value: object) -> str:
-    """On one line: JSON is YAML, but for further characters that end a line or have no glyph."""
+    """A value as YAML on one line: JSON, in which further characters that end a line or have no glyph are escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return re.sub("[\x7f-\x9f\u2028\u2029\ufeff]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _text(text: str) -> str:
-    """A literal block below a key that is indented by two, if the text can be one without further indicators."""
+    """A text as a literal block below a key that is indented by two, if it can be one without further indicators."""
     lines = text.removesuffix("\n").split("\n")
     is_block = text.endswith("\n") and lines == text.splitlines() and bool(lines[-1]) and text[0] not in " \n"
     if not is_block or Reader.NON_PRINTABLE.search(text):
@@ -191,13 +191,13 @@ def _text(text: str) -> str:
 
 
 def _data_key(path: str) -> str:
-    """A key of a ConfigMap has no slash."""
+    """The key of a file in a ConfigMap, which allows no slash."""
     return path.replace("/", "__")
 
 
 def _words(launch: Launch) -> list[str]:
-    """The arguments of `megatron-wrap` in a pod, in which Kubernetes replaces no variable; overrides of launchers have
-    no effect there."""
+    """The arguments of `megatron-wrap` in a pod, in which Kubernetes replaces no variable. Overrides of launchers are
+    left out, because they have no effect there."""
     subcommand, _, *rest = launch.command
     rest = [word for word in rest if not word.startswith("megatron_wrap.launch.")]
     words = [subcommand, f"{CONFIG_FOLDER}/{launch.config.name}.yaml", "--launcher", "local", *rest]
@@ -205,7 +205,7 @@ def _words(launch: Launch) -> list[str]:
 
 
 def _files(run: Path, name: str) -> dict[str, str]:
-    """The run's YAML, and the files of the overlay beside it; path in the pod's folder -> content."""
+    """Path in the pod's folder -> content of the run's YAML and of the overlay's files."""
     files = {f"{name}.yaml": run.read_text(encoding="utf-8")}
     overlay = run.resolve().parent / OVERLAY_FOLDER
     if overlay.is_dir() and overlay != shipped_root().resolve():

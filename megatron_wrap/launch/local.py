@@ -16,7 +16,8 @@ from megatron_wrap.launch.signals import LauncherSignals
 from megatron_wrap.metrics.number_format import counted
 
 _RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-"""Runs a file with the working directory on sys.path, as `python -m` does, so that it may contain my_module:MyFlow."""
+"""Program that runs a file with the working directory on sys.path, as `python -m` does, so that it can import
+my_module:MyFlow."""
 
 
 def warn_about_node(config: RunConfig, nodes: Nodes) -> None:
@@ -31,7 +32,7 @@ def warn_about_node(config: RunConfig, nodes: Nodes) -> None:
 
 
 class LocalLauncher:
-    """Torchrun's agent on this node; on several, one of the agents that find each other by torchrun's variables."""
+    """Starts torchrun's agent on this node. With several nodes, the agents find each other by torchrun's variables."""
 
     def world_size(self, launch: Launch) -> int:
         """See `Launcher`; the address of the first node may still be missing."""

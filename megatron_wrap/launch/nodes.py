@@ -1,4 +1,4 @@
-"""Where the processes of a run are started: by the command line, torchrun's variables and the configuration."""
+"""Nodes and processes of a run, from the command line, torchrun's variables and the configuration."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_wrap.launch.contract import Rendezvous
 from megatron_wrap.platform.base.machine import visible_gpus
 
 MEETING_PORT = 29500
-"""Of node 0, at which the nodes meet: that of torchrun."""
+"""Port of node 0 at which the nodes meet, torchrun's default."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where the processes run, from the command line, torchrun's variables and the configuration."""
+    """Nodes and processes of a run, and the address at which the nodes meet."""
 
     processes_per_node: int
     num_nodes: int
@@ -25,8 +25,8 @@ class Nodes:
     master_address: str
     master_port: int
     rendezvous_id: str | None = None
-    """The nodes find each other by torchrun's rendezvous c10d at the address, under this name; None: the first node
-    listens there, and each knows its number."""
+    """Name under which the nodes find each other by torchrun's rendezvous c10d at the address; None: the first node
+    listens there, and each node knows its number."""
 
     @property
     def world_size(self) -> int:
@@ -48,15 +48,16 @@ def nodes_of(
     *,
     starts: bool = True,
 ) -> Nodes:
-    """Where the processes of a run are started, by the command line, else the environment, else the configuration.
+    """Nodes and processes of a run, from the command line, else the environment, else the configuration.
 
     Args:
-        config: of the run; None: there is none, and a GPU or one process on each node by default.
-        processes_per_node, num_nodes, rendezvous: of the command line.
-        starts: they will be started; False: they are only counted.
+        config: the run's configuration; None: there is none, and the default is a process for each GPU, or one on each
+            node.
+        processes_per_node, num_nodes, rendezvous: values of the command line.
+        starts: whether the processes will be started; False: they are only counted.
 
     Raises:
-        LayoutError: a variable is missing or no whole number.
+        LayoutError: a variable is missing, or is not a whole number.
     """
     num_nodes = num_nodes or _integer("NNODES", (config and config.launch.nodes) or 1)
     gpus = visible_gpus() if config is None or config.init.platform != "cpu" else 0
@@ -82,11 +83,12 @@ def nodes_of(
 
 
 _PREFIXED = {"GPUS_PER_NODE": "PET_NPROC_PER_NODE"}
-"""Names of torchrun's own variables; those of the others are PET_NNODES, PET_NODE_RANK, ..."""
+"""Variable -> torchrun's own name of it; the own names of other variables are PET_NNODES, PET_NODE_RANK, ..."""
 
 
 def _variable(name: str) -> str:
-    """The value of a variable or of torchrun's own one, which Kubeflow Trainer sets in pods; empty: neither is set."""
+    """The value of a variable, else of torchrun's own one, which Kubeflow Trainer sets in pods; empty: neither is
+    set."""
     return os.environ.get(name) or os.environ.get(_PREFIXED.get(name, f"PET_{name}"), "")
 
 

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from megatron_wrap.launch.ray_workers import Work
 
 _MAX_FAILURES = 3
-"""Restarts after failures of workers."""
+"""Default number of restarts after failures of workers."""
 _FOLLOW_SECONDS = 0.2
 _PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-"""Ray's process that announces a preemption to workers; off unless set. No worker reads the announcement, its
-start takes time from theirs, and without it Ray still counts a preemption that has happened as one."""
+"""Variable that enables Ray's process for announcing preemptions to workers; it is off unless set. No worker reads the
+announcement, its start takes time from theirs, and without it Ray still counts a preemption that has happened as
+one."""
 _STORE_BYTES = 200 * 2**20
-"""Object store of a cluster that is started for one run, which puts nothing into it."""
+"""Bytes of the object store of a cluster that is started for one run, which puts nothing into it."""
 
 
 def trainer(
@@ -68,9 +69,9 @@ def trainer(
         loop: called as `loop(wrap)` on every rank, with a run that is set up; default: `wrap.fit()`, which reports
             metrics every few seconds and after each save. A loop of your own calls `report(wrap, metrics)`.
         script: path and arguments of a program that creates its own `MegatronWrap`, instead of `loop`.
-        num_workers: processes; (least, most): elastic, as many as the cluster has room for, of which take part as many
-            as the layout and the batch allow. Default: the fewest that can run the configuration.
-        scaling_config: of Ray Train, instead of `num_workers`.
+        num_workers: number of processes. (least, most): elastic; as many as the cluster has room for, of which as many
+            take part as the layout and the batch allow. Default: the fewest that can run the configuration.
+        scaling_config: Ray Train's ScalingConfig, instead of `num_workers`.
         max_failures: restarts after failures; -1: any number. A user's error is not repeated.
         logs: folder for the output of each rank, `rank_N.log`; default: Ray shows and keeps it.
 
@@ -105,7 +106,7 @@ def _work(
     logs: str | None,
     loop: Callable[[MegatronWrap], Any] | None = None,
 ) -> Work:
-    """What each worker does."""
+    """The work of each worker."""
     from megatron_wrap.launch import ray_workers
 
     if program.function is not None:
@@ -144,7 +145,7 @@ class RayLauncher(Launcher):
     """Workers of Ray Train in the cluster of RAY_ADDRESS, else in one on this node that lasts as long as the run."""
 
     def preview(self, launch: Launch) -> str:
-        """The number of workers, where they are and what they run."""
+        """The number of workers, their cluster, and their command."""
         where = os.environ.get("RAY_ADDRESS")
         cluster = "a cluster on this node that ends with the run" if where is None else f"the cluster {where}"
         workers = counted(self.world_size(launch), "worker")
@@ -225,7 +226,7 @@ class RayJob:
             rank, cause = min(failures.items(), default=("", self._outcome))
             line = (str(cause).strip().splitlines() or [type(cause).__name__])[-1].strip()
             where = f"worker {rank}: " if failures else ""
-            if rank:  # the console has those of rank 0
+            if rank:  # the console has the lines of rank 0
                 sys.stderr.write(rank_log.summary(self._logs, int(rank)))
             sys.stderr.write(f"error: {where}{type(cause).__name__}: {line}; logs: {self._logs}\n")
             return Ended(1, finished=False)

@@ -1,4 +1,4 @@
-"""What runs in Ray's controller: workers get the environment of ranks, and a user's error ends the run.
+"""Code that runs in Ray's controller. It gives workers the environment of ranks, and ends the run after a user's error.
 
 Imports neither torch nor the configuration: the controller would import them before any worker starts.
 """
@@ -17,16 +17,16 @@ from ray.train.backend import Backend, BackendConfig
 from megatron_wrap.errors import MegatronWrapError
 
 NODES = "MEGATRON_WRAP_RAY_NODES"
-"""Variable with the nodes of all workers, in the order of Ray's ranks."""
+"""Environment variable with the nodes of all workers, in the order of Ray's ranks."""
 
 
 class RankConfig(BackendConfig):
-    """Workers with torchrun's variables, where Ray's TorchConfig starts a process group: `initialize()` starts it, as
-    under torchrun, with its timeout and after a comparison of the nodes' packages."""
+    """Gives workers torchrun's variables instead of starting a process group, as Ray's TorchConfig does: `initialize()`
+    starts it, as under torchrun, with its timeout and after a comparison of the nodes' packages."""
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What Ray's controller calls."""
+        """The backend class that Ray's controller calls."""
         return _Ranks
 
 
@@ -62,7 +62,7 @@ def _become_rank(address: str, port: int, nodes: Sequence[str]) -> None:
 
 
 class UserErrors(ray.train.UserCallback):
-    """Ends the run after a user's error, which would come again after a restart."""
+    """Ends the run after a user's error, which would occur again after a restart."""
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called in Ray's controller."""

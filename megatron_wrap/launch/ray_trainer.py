@@ -1,4 +1,4 @@
-"""What `megatron_wrap.launch.ray` runs in the driver: Ray's trainer for a run, and the number of its workers.
+"""The driver's part of `megatron_wrap.launch.ray`: Ray's trainer for a run, and the number of its workers.
 
 Imports no torch, which takes a second of a start from the shell.
 """
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
 _SNAPSHOT = "checkpoint_manager_snapshot.json"
-"""Ray's list of the checkpoints of a run, with those that retention has removed since."""
+"""File with Ray's list of the checkpoints of a run, including those that retention has removed."""
 
-_train: Any = ray.train  # its stubs have the classes of Ray Train V1 alone
+_train: Any = ray.train  # its stubs declare only the classes of Ray Train V1
 
 
 class Trainer(DataParallelTrainer):
     """Ray's trainer for a run; `fit` raises a user's error as it was raised in a worker.
 
     Args:
-        config: of the run.
-        work: called in each worker.
+        config: the run's configuration.
+        work: function that each worker calls.
         scaling: number and resources of the workers.
         max_failures: restarts after failures of workers.
     """
@@ -48,7 +48,7 @@ class Trainer(DataParallelTrainer):
         self._folder = Path(os.path.abspath(folder))
         machine = this_machine(config.init.platform)
         connections = cuda_connections(config, machine, os.environ.get(CONNECTIONS)).value
-        DataParallelTrainer.__init__(  # that of TorchTrainer, which may stand between, starts a process group
+        DataParallelTrainer.__init__(  # not TorchTrainer's, which may be a base class too and starts a process group
             self,
             work,
             backend_config=RankConfig(),
@@ -63,7 +63,7 @@ class Trainer(DataParallelTrainer):
         )
 
     def _create_default_callbacks(self) -> list[Any]:
-        # one process less that imports Ray while the workers start: a run reads its samples without Ray
+        # a run reads its samples without Ray: this saves a process that imports Ray while the workers start
         return [each for each in super()._create_default_callbacks() if type(each).__name__ != "DatasetsCallback"]
 
     def fit(self) -> ray.train.Result:
@@ -83,7 +83,7 @@ class Trainer(DataParallelTrainer):
 
 
 def torch_trainer(*arguments: Any) -> TorchTrainer:
-    """`Trainer` as the class by which programs know Ray's trainers of torch."""
+    """`Trainer` as the class under which programs know Ray's trainers of torch."""
     from ray.train.torch import TorchTrainer
 
     class TorchRunTrainer(Trainer, TorchTrainer):
@@ -93,7 +93,7 @@ def torch_trainer(*arguments: Any) -> TorchTrainer:
 
 
 def scaling(config: RunConfig, num_workers: int | tuple[int, int]) -> ray.train.ScalingConfig:
-    """One process on each CPU or GPU, as few nodes as possible."""
+    """Scaling with one process on each CPU or GPU, on as few nodes as possible."""
     gpus = config.init.platform == "cuda"
     if config.init.platform == "auto":
         gpus = bool(ray.cluster_resources().get("GPU") if ray.is_initialized() else visible_gpus())
@@ -104,7 +104,8 @@ def scaling(config: RunConfig, num_workers: int | tuple[int, int]) -> ray.train.
 
 
 def _own_paths() -> str:
-    """Where this process imports modules from that are not installed, for PYTHONPATH: that of a loop, or of a flow."""
+    """Folders for PYTHONPATH from which this process imports modules that are not installed, such as the module of a
+    loop or a flow."""
     installed = (sys.prefix, sys.base_prefix)
     folders = [os.path.abspath(folder) for folder in sys.path]
     return os.pathsep.join(dict.fromkeys(folder for folder in folders if not folder.startswith(installed)))

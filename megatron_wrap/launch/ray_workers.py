@@ -1,4 +1,4 @@
-"""What runs in each of Ray's workers: the loop of a rank, and its reports."""
+"""Code that runs in each of Ray's workers: the loop of a rank, and its reports."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from megatron_wrap.parallel import rank_log
 from megatron_wrap.utils.dist_logger import logger
 
 _REPORT_SECONDS = 3.0
-"""Of training between two reports of metrics: Ray reads them every two seconds, and a second one would wait."""
+"""Seconds of training between two reports of metrics: Ray reads them every two seconds, and a second report would
+wait."""
 _END = "end"
-"""What workers that take no part get after the last report."""
+"""Value that workers which take no part receive after the last report."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What each worker does; called by Ray in a thread of it."""
+    """The work of each worker, which Ray calls in a thread of it."""
 
     config: RunConfig
     call: Callable[[], Any]
-    """Creates the run's `MegatronWrap`; pickled."""
+    """Function that creates the run's `MegatronWrap`; it is pickled."""
     logs: str | None = None
-    """Folder for the output of each rank; None: it stays Ray's."""
+    """Folder for the output of each rank; None: Ray keeps the output."""
     folder: str = field(default_factory=os.getcwd)
-    """Working directory."""
+    """Working directory of the worker."""
 
     def __call__(self) -> Any:
-        """The result of the call, on rank 0 the one of `Result.return_value`, or the exit code with which it ends.
+        """The result of the call, or the exit code with which it ends; on rank 0 it becomes `Result.return_value`.
 
         Raises:
-            MegatronWrapError: it ends because of one.
+            MegatronWrapError: the call ends with a user's error.
         """
         with contextlib.suppress(OSError):  # a node may have another one
             os.chdir(self.folder)
@@ -72,7 +73,7 @@ class Work:
 
 
 def train(config: str, overrides: Sequence[str], loop: Callable[[MegatronWrap], Any] | None, use_gpu: bool) -> Any:
-    """A run of `MegatronWrap`: the result of `loop(wrap)`, or of `wrap.fit()`."""
+    """Train a run of `MegatronWrap`; returns the result of `loop(wrap)`, or of `wrap.fit()`."""
     platform = "cuda" if use_gpu else "cpu"
     with MegatronWrap(config, [*overrides, f"megatron_wrap.init.platform={platform}"]) as wrap:
         wrap.initialize()
@@ -108,7 +109,7 @@ def report(wrap: MegatronWrap, metrics: Mapping[str, float]) -> None:
 
 
 def _announce(iteration: int) -> int:
-    """Let workers that take no part join the next report; returns the value of rank 0."""
+    """Make workers that take no part join the next report; returns the value of rank 0."""
     return int(ray.train.collective.broadcast_from_rank_zero(iteration))
 
 
@@ -121,7 +122,7 @@ def _send(wrap: MegatronWrap, metrics: Mapping[str, float]) -> None:
 
 
 def _new_checkpoint(save: str | None) -> ray.train.Checkpoint | None:
-    """On rank 0 the newest checkpoint, unless it was the last one that was reported."""
+    """The newest checkpoint on rank 0, unless it was reported last; None elsewhere."""
     if save is None or ray.train.get_context().get_world_rank() != 0:
         return None
     store = CheckpointFolder(os.path.abspath(os.path.expanduser(save)))
@@ -140,7 +141,7 @@ def largest_layout(config: RunConfig, workers: int) -> int:
     """The largest number of processes, at most `workers`, that can run the configuration.
 
     Raises:
-        LayoutError: there is none; the error is that of all workers.
+        LayoutError: there is none; the error is the one for all workers.
     """
     for number in range(workers, 0, -1):
         with contextlib.suppress(LayoutError):
@@ -156,7 +157,7 @@ def workers_of_run(config: RunConfig, nodes: Sequence[Hashable]) -> list[int]:
     A tensor-parallel group does not span nodes, where the nodes have room for whole groups.
 
     Args:
-        nodes: of each worker; the workers of a node follow each other.
+        nodes: node of each worker; the workers of a node are consecutive.
 
     Raises:
         LayoutError: no number of these workers can run the configuration.
@@ -174,8 +175,8 @@ def workers_of_run(config: RunConfig, nodes: Sequence[Hashable]) -> list[int]:
 
 @contextlib.contextmanager
 def _ranks_of_run(config: RunConfig) -> Iterator[bool]:
-    """Give this worker its rank of the run; yields whether it has one. Workers without one follow the reports, which
-    Ray expects from all, until the others end."""
+    """Give this worker its rank of the run; yields whether it has one. Workers without a rank join the reports, which
+    Ray expects from all workers, until the others end."""
     nodes, rank = os.environ[NODES].split(","), ray.train.get_context().get_world_rank()
     workers = workers_of_run(config, nodes)
     if len(workers) == len(nodes):

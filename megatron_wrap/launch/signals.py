@@ -1,4 +1,4 @@
-"""Signals that arrive at the program which started a run's processes on this node."""
+"""Handling of signals that arrive at the program which started a run's processes on this node."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, REPEATED_SECOND
 from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER, READY, REQUEST, SIGNALS, STOPPED, say_received
 
 AGENT_SIGNALS = "SIGHUP,SIGQUIT"
-"""Those that are left to torchrun's agent, which ends the processes at once."""
+"""Signals that are left to torchrun's agent, which ends the processes at once."""
 
 
 class LauncherSignals:
-    """While it is entered, a signal lets training processes save after their step and end by themselves; before they
-    train, and at a second Ctrl-C, it ends them at once, as torchrun's agent does.
+    """Context in which a signal lets training processes save after their step and end by themselves. Before they train,
+    and at a second Ctrl-C, it ends them at once, as torchrun's agent does.
 
     Args:
-        seconds: that the processes have to save and end; None: without limit.
+        seconds: time limit for the processes to save and end; None: no limit.
     """
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
         self.folder = Path()
-        """In which this program and the processes leave files for each other."""
+        """Folder in which this program and the processes leave files for each other."""
         self._first: float | None = None
         self._before: dict[int, Any] = {}
 
@@ -52,7 +52,7 @@ class LauncherSignals:
 
     @property
     def stopped(self) -> bool:
-        """The run has ended on a request, before its last step."""
+        """Whether the run has ended on a request, before its last step."""
         return (self.folder / STOPPED).exists()
 
     def _received(self, number: int, frame: FrameType | None) -> None:
@@ -74,7 +74,7 @@ class LauncherSignals:
 
 
 def _end_processes(number: int) -> None:
-    """Let torchrun's agent, in which a handler runs, end all processes with a signal."""
+    """Make torchrun's agent, in whose process this handler runs, end all processes with a signal."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     raise SignalException(f"signal {number}", signal.Signals(number))

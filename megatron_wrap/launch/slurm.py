@@ -1,4 +1,4 @@
-"""`--launcher slurm`: a job of Slurm, whose file is written into the output folder and submitted by sbatch."""
+"""`--launcher slurm`: a Slurm job, whose file is written into the output folder and submitted by sbatch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _KEYS = SECTION_PATHS["slurm"]
 _OWN_GPUS = ("--gres", "--gpus", "-G", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket")
 """Options by which a site asks for GPUs in its own way."""
 _ASSIGNED = re.compile(r"([A-Za-z_][\w.-]*)=[\"']?([^\s\"'$]{8,})")
-"""A name and a value that is no variable."""
+"""Matches an assignment of a name to a value that is not a variable."""
 
 
 class SlurmLauncher(Launcher):
-    """Jobs of Slurm: `srun` starts torchrun's agent on each node, with c10d's rendezvous on the first one."""
+    """Submits jobs of Slurm: `srun` starts torchrun's agent on each node, with c10d's rendezvous on the first one."""
 
     def preview(self, launch: Launch) -> str:
         """The command that submits the job, and its file."""
@@ -36,8 +36,8 @@ class SlurmLauncher(Launcher):
         """Submit the job.
 
         Raises:
-            PlatformError: Slurm's commands are missing, or Slurm refuses the job. ConfigError: a name of a job in use,
-                or a file that would contain a secret.
+            PlatformError: Slurm's commands are missing, or Slurm refuses the job. ConfigError: the name belongs to a
+                queued or running job, or the file would contain a secret.
         """
         text, file = job_file(launch), _file(launch.config)
         _check_name(launch.config)
@@ -52,7 +52,7 @@ class SlurmLauncher(Launcher):
 
 
 class SlurmJob:
-    """A job that is submitted."""
+    """A submitted job."""
 
     def __init__(self, job: SubmittedJob, file: Path) -> None:
         self._job = job
@@ -71,7 +71,7 @@ def job_file(launch: Launch) -> str:
     """The text of the job's file: `slurm_job.sh` with the values of the run. A line without its value is left out.
 
     Raises:
-        ConfigError: it would contain a secret.
+        ConfigError: the file would contain a secret.
     """
     text = resources.files("megatron_wrap.launch").joinpath("slurm_job.sh").read_text(encoding="utf-8")
     values = _values(launch)
@@ -90,7 +90,7 @@ def job_file(launch: Launch) -> str:
 
 
 def _values(launch: Launch) -> dict[str, str | int | None]:
-    """Name in `slurm_job.sh` -> its value; None: there is none."""
+    """Name in `slurm_job.sh` -> its value; None: the line is left out."""
     config, settings, output = launch.config, launch.config.slurm, output_dir(launch.config)
     nodes, processes = launch.layout()
     verb, path, *words = launch.command

@@ -21,21 +21,21 @@ from megatron_wrap.parallel.watch.interrupts import RESUME
 from megatron_wrap.utils.atomic_write import write_atomically
 
 _STATE_SECONDS = 3.0
-"""Between two questions to Slurm's controller while a job is followed."""
+"""Seconds between two queries of Slurm's controller while a job is followed."""
 _FOLLOW_SECONDS = 0.3
 _TAIL_BYTES = 2**16
 ENDED = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     *("TIMEOUT", "STOPPED"),
 }
-"""Slurm's states of a job that is not started again; STOPPED is ours: it saved, and was not queued again."""
+"""Slurm's states of a job that is not started again; STOPPED is ours: the run saved, and was not queued again."""
 UNKNOWN = "UNKNOWN"
-"""Slurm has forgotten the job, and it has left no exit code."""
+"""State of a job that Slurm has forgotten and that has left no exit code."""
 
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job as it was submitted."""
+    """A submitted job as it is recorded."""
 
     id: str
     name: str
@@ -46,7 +46,7 @@ class SubmittedJob:
 
     @property
     def logs(self) -> list[Path]:
-        """The files of what its script and its nodes print, as far as they exist."""
+        """The log files of the job's script and of its nodes; the first may not exist yet."""
         folder = Path(self.output, "logs")
         of_nodes = sorted(folder.glob(f"slurm-{self.id}-node*.log"), key=lambda file: (len(file.name), file.name))
         return [folder / f"slurm-{self.id}.log", *of_nodes]
@@ -54,21 +54,21 @@ class SubmittedJob:
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm and the run's files report about a job."""
+    """State of a job, from Slurm and the run's files."""
 
     name: str
     """Slurm's state, such as PENDING."""
     reason: str = ""
-    """Why it is pending."""
+    """Slurm's reason why the job is pending; empty in other states."""
     exit_code: int | None = None
-    """Of a run that ended by itself."""
+    """Exit code of a run that ended by itself; None: it has not, or it is not known."""
 
 
 def slurm(*command: str) -> str:
     """The output of one of Slurm's commands.
 
     Raises:
-        PlatformError: it is not installed, or fails; the message is Slurm's.
+        PlatformError: the command is not installed, or fails; the message is Slurm's.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -92,7 +92,7 @@ def remember(job: SubmittedJob) -> None:
 
 
 def submitted_jobs() -> list[SubmittedJob]:
-    """The recorded jobs, the newest last."""
+    """The recorded jobs, oldest first."""
     jobs = []
     for file in sorted(_records().glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -109,7 +109,7 @@ def _records() -> Path:
 
 
 def states(jobs: Iterable[SubmittedJob]) -> dict[str, JobState]:
-    """Id -> state of each job: by squeue, and the exit code that the job has left.
+    """Id -> state of each job, from squeue and the exit code that the job has left.
 
     Raises:
         PlatformError: Slurm's controller does not answer.
@@ -129,7 +129,7 @@ def _with_exit_code(state: JobState, code: int | None) -> JobState:
 
 
 def _exit_code(job: SubmittedJob) -> int | None:
-    """That with which the job's script ended; None: it has not, or Slurm ended it."""
+    """Exit code of the job's script; None while it runs or if Slurm ended it."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path(job.output, "slurm", f"{job.id}.exit").read_text(encoding="utf-8"))
     return None
@@ -146,7 +146,7 @@ def last_step(job: SubmittedJob) -> dict[str, Any]:
 
 
 def last_error(job: SubmittedJob) -> str:
-    """The last line about an error that the script of the job printed; empty: there is none."""
+    """The last line about an error that the job's script printed; empty: there is none."""
     errors = re.findall(r"^(?:.*slurm job \d+: |slurmstepd: )?(error: .*)$", _tail(job.logs[0]), re.MULTILINE)
     return errors[-1] if errors else ""
 
@@ -162,8 +162,8 @@ def _tail(file: Path) -> str:
 
 
 def follow(job: SubmittedJob) -> int:
-    """Show what a job and its nodes print until it ends, also while it is queued again; returns the run's exit code, 1
-    for a job that Slurm ended.
+    """Show the output of a job and its nodes until the job ends, also while it is queued again; returns the run's exit
+    code, 1 for a job that Slurm ended.
 
     Raises:
         PlatformError: Slurm's controller does not answer. KeyboardInterrupt: Ctrl-C; the job continues.

@@ -1,1 +1,1 @@
-"""Where the time of a training step goes: traces, kernels by kind, the table of a step, suggested changes."""
+"""Profiling of a training step: traces, kernels by kind, the table of a step, suggested changes."""

@@ -1,4 +1,4 @@
-"""Changes of a configuration that a measured step suggests, each with the time that it could save at most."""
+"""Changes of a configuration that a measured step suggests, each with an upper bound of the time that it saves."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_wrap.profiling import kernel_kinds as kinds
 from megatron_wrap.profiling.breakdown import StepBreakdown
 
 _LEAST_SHARE = 0.01
-"""A change is suggested if it could save this share of the step, or of the peak memory."""
+"""Smallest share of the step, or of the peak memory, that a suggested change could save."""
 _ATTAINABLE = 0.8
-"""Share of the peak that large matrix products reach (790 of 989 TFLOP/s on an H200, measured)."""
+"""Share of the peak FLOP/s that large matmuls reach (790 of 989 TFLOP/s on an H200, measured)."""
 _PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "B200": 2250.0}
-"""Part of a GPU's name -> dense bf16 TFLOP/s of its data sheet."""
+"""Part of a GPU's name -> its dense bf16 TFLOP/s, from its data sheet."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Change:
     """A suggested change of one key."""
 
     override: str
-    """`a.b.c=value`."""
+    """Override `a.b.c=value` of the change."""
     saves_ms: float
-    """Upper bound, per step."""
+    """Upper bound of the saved time, ms per step."""
     reason: str
     changes_numbers: bool = False
     """Whether it changes the training's precision, and therefore its results."""
@@ -41,11 +41,11 @@ class MemoryChange:
     """A suggested change of one key that lowers a process's peak memory and leaves the results unchanged."""
 
     override: str
-    """`a.b.c=value`."""
+    """Override `a.b.c=value` of the change."""
     saves_gib: float
-    """Upper bound."""
+    """Upper bound of the saved memory, GiB."""
     peak_gib: float
-    """Of that process."""
+    """Peak memory of the process in the profiled step, GiB."""
     reason: str
 
 
@@ -55,7 +55,7 @@ class StepMemory:
 
     peak_gib: float
     avoidable_logits_gib: float
-    """Logits of a micro-batch and their gradient; 0: not stored, or the model needs them."""
+    """Memory of the logits of a micro-batch and of their gradient, GiB; 0: not stored, or the model needs them."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,20 @@ class ProfiledRun:
     has_transformer_engine: bool
     has_triton: bool
     can_pack: bool
-    """The flow supports packed rows."""
+    """Whether the flow supports packed rows."""
     dp_size: int
     num_microbatches: int
     total_gib: float
-    """Memory of the device."""
+    """Memory of the device, GiB."""
     faster_split: tuple[PipelineLayout, float] | None = None
-    """Layers of the pipeline's stages by cost, and the share of a step that they would save; None: the run has them."""
+    """Layers of the pipeline's stages by cost, and the share of a step that they would save; None: the run already uses
+    them."""
     padding_share: float = 0.0
     """Measured share of the computed tokens that are padding, 0 to 1."""
     product_flops: float = 0.0
-    """Of the model's matrix products without attention scores, per step and device; measured."""
+    """Measured FLOPs of the model's matmuls without attention scores, per step and device."""
     peak_gib: float = 0.0
-    """Measured."""
+    """Measured peak memory, GiB."""
 
     @property
     def free_share(self) -> float:
@@ -94,11 +95,11 @@ class ProfiledRun:
 
 
 def promising_changes(step: StepBreakdown, config: RunConfig, run: ProfiledRun, count: int = 2) -> list[Change]:
-    """The changes that could save most; those that leave the results unchanged come first. Keys that the defaults chose
-    for this machine and layout are not suggested, because those choices have reasons.
+    """The changes that could save most; changes that leave the results unchanged come first. Keys that the defaults
+    chose for this machine and layout are not suggested, because those choices have reasons.
 
     Args:
-        step: of the slowest process.
+        step: breakdown of the slowest process.
         count: maximum number of changes.
     """
     worthwhile = [
@@ -112,7 +113,7 @@ def promising_changes(step: StepBreakdown, config: RunConfig, run: ProfiledRun, 
 
 
 def memory_changes(processes: Sequence[StepMemory]) -> list[MemoryChange]:
-    """The changes that could lower the peak of the process with most to save."""
+    """The changes that could lower the peak memory of the process that could save most."""
     memory = max(processes, key=lambda of_process: of_process.avoidable_logits_gib)
     if not memory.avoidable_logits_gib or memory.avoidable_logits_gib < _LEAST_SHARE * memory.peak_gib:
         return []
@@ -126,7 +127,8 @@ def _key(section: str, name: str, value: object) -> str:
 
 
 def _waits(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    """The device waits for data, or for Python: larger micro-batches contain more work for each of its calls."""
+    """Changes for a device that waits for data, or for Python: larger micro-batches contain more work for each of its
+    calls."""
     workers, idle = config.data.num_workers, step.milliseconds[kinds.IDLE]
     reason = (
         "the device waits while batches are read, collated or copied; take them from wrap.batches(), which prepares "
@@ -151,8 +153,8 @@ def _doubled(config: RunConfig) -> str:
 
 
 def _stages(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    """Stages of a pipeline wait for each other: twice as many virtual stages, twice as many micro-batches of half the
-    size, or another number of layers for each stage."""
+    """Changes for pipeline stages that wait for each other: twice as many virtual stages, twice as many micro-batches
+    of half the size, or another number of layers for each stage."""
     parallel, micro_batch_size = config.parallel, config.train.micro_batch_size
     stages, chunks = parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config) or 1
     if stages == 1:
@@ -188,7 +190,8 @@ def _stages(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterato
 
 
 def _communication(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    """Without tensor parallelism, all reductions and gathers are those of data parallelism."""
+    """Changes for exposed communication. Without tensor parallelism, all reductions and gathers are those of data
+    parallelism."""
     ddp, parallel, exposed = config.ddp, config.parallel, step.exposed_collectives
     if run.dp_size > 1 and parallel.tensor_model_parallel_size == 1:
         if not ddp.overlap_grad_reduce:
@@ -208,8 +211,8 @@ def _communication(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> 
 
 
 def _memory(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    """Free memory makes larger products, and recomputation unnecessary: the forward, recomputed forward and backward
-    pass of a whole layer take 1 : 1 : 2."""
+    """Changes that use free memory, for larger matmuls and without recomputation: the forward, recomputed forward and
+    backward pass of a whole layer take 1 : 1 : 2."""
     measured, free = step.milliseconds[kinds.MATMUL], f"{run.free_share:.0%} of the memory is free"
     if run.peak_tflops and _can_double(config, run) and config.dtype.bf16 is not False and not config.dtype.fp8:
         attainable = _ATTAINABLE * run.peak_tflops
@@ -228,7 +231,7 @@ def _memory(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterato
 
 
 def _kernels(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterator[Change]:
-    """Fewer or faster kernels for the same results."""
+    """Changes to fewer or faster kernels with the same results."""
     times = step.milliseconds
     if step.on_gpu and not run.has_triton:
         reason = "without Triton the loss makes fp32 copies of the logits; with it, a fused kernel reads them once"

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, from the trace of torch's profiler; no process group and no GPU."""
+"""Breakdown of the time of a training step, from the trace of torch's profiler; no process group and no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_wrap.profiling.waits import Wait, waits_of
 
 L = TypeVar("L")
 Label = tuple[str, str]
-"""(kind, collective) of some work; the collective is empty except for communication."""
+"""(kind, collective) of a piece of work; the collective is empty except for communication."""
 
 _PRIORITY: tuple[Label, ...] = (
     *((kind, "") for kind in (kinds.MATMUL, kinds.ATTENTION, kinds.LOSS, kinds.OPTIMIZER)),
@@ -21,8 +21,8 @@ _PRIORITY: tuple[Label, ...] = (
     *((kinds.COMMUNICATION, collective) for collective in kinds.COLLECTIVES),
     (kinds.DATA, ""),
 )
-"""At a moment at which several kinds run, it counts for the first of these: communication is exposed where nothing
-else runs, and the wait for data where nothing runs at all."""
+"""Labels in the order in which they count where several kinds run at the same time. Communication is exposed where
+nothing else runs, and the wait for data where nothing runs at all."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Work:
     kind: str
     calls: float
     milliseconds: float
-    """Sum of their times; of an operation on a CPU without the operations that it calls."""
+    """Sum of the calls' times in ms; for an operation on a CPU, without the operations that it calls."""
     recognized: bool
-    """False: `kernel_kinds` has no rule for the name."""
+    """Whether `kernel_kinds` has a rule for the name."""
 
 
 @dataclass(frozen=True)
@@ -43,32 +43,32 @@ class StepBreakdown:
     """Time of one process in milliseconds per step, averaged over the profiled steps."""
 
     milliseconds: Mapping[str, float]
-    """Kind -> time, in the order of `kernel_kinds.KINDS`; the sum is `step_ms`."""
+    """Kind -> time in ms, in the order of `kernel_kinds.KINDS`; the sum is `step_ms`."""
     step_ms: float
-    """Wall time from the end of one step to the end of the next."""
+    """Wall time in ms from the end of one step to the end of the next."""
     num_steps: int
     on_gpu: bool
     communication_ms: float
-    """All communication, exposed or not."""
+    """Time of all communication in ms, exposed or not."""
     exposed_collectives: Mapping[str, float]
-    """Collective -> its exposed time."""
+    """Collective -> its exposed time in ms."""
     num_kernels: float
-    """Kernels (on a CPU: operations) per step."""
+    """Number of kernels (on a CPU: operations) per step."""
     computed_tokens: float
     """Tokens per step of this process's replica, with padding; 0: unknown."""
     work: tuple[Work, ...]
-    """The longest first."""
+    """Kernels and operations, the longest first."""
     waits: tuple[Wait, ...]
-    """The idle time of a GPU by what ran before and after it, the longest first; empty on a CPU."""
+    """Idle times of a GPU by the work before and after each, the longest first; empty on a CPU."""
 
     @property
     def busy_ms(self) -> float:
-        """Time in which the device computes: without exposed communication, waits for data and idle time."""
+        """Time in ms in which the device computes: without exposed communication, waits for data and idle time."""
         waiting = (kinds.COMMUNICATION, kinds.DATA, kinds.IDLE)
         return self.step_ms - sum(self.milliseconds[kind] for kind in waiting)
 
     def share(self, kind: str) -> float:
-        """Share of the step, 0 to 1."""
+        """Share of a kind in the step's time, 0 to 1."""
         return self.milliseconds[kind] / self.step_ms if self.step_ms else 0.0
 
 

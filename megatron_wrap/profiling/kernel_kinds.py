@@ -19,9 +19,9 @@ def _rules(*rules: tuple[str, str]) -> _Rules:
 
 _KERNELS = _rules(
     (COMMUNICATION, r"nccl|userbuffers|nvshmem|symm_mem|one_shot_all_reduce|two_shot_all_reduce"),
-    # before the products: FlashAttention 3 is built from CUTLASS
+    # before the matmuls: FlashAttention 3 is built from CUTLASS
     (ATTENTION, r"flash|fmha|sdpa|attn|attention|thd_|masked_softmax|cunn_softmax|softmax_warp_\w+<.*\bfalse>"),
-    # linear attention of flash-linear-attention, and its convolution here
+    # linear attention of flash-linear-attention, and this package's convolution for it
     (
         ATTENTION,
         r"delta_rule|chunk_(fwd|bwd)_kernel|_wy_repr_|recompute_w_u|chunk_local_cumsum|causal_conv1d|short_convolution",
@@ -48,7 +48,7 @@ _OPERATIONS = _rules(
     (LOSS, r"cross_entropy|log_softmax|nll_loss"),
     (COPIES, r"^aten::(copy_|_to_copy|cat|_cat|stack|clone|contiguous|fill_|zero_|zeros|empty\w*|new_\w+)$"),
 )
-"""The same for operations on a CPU; one that matches none is elementwise."""
+"""(kind, names) of operations on a CPU; the first match counts, and one that matches none is elementwise."""
 
 _COLLECTIVES = _rules(
     ("reduce-scatter", r"reduce_?scatter"),
@@ -61,7 +61,7 @@ _COLLECTIVES = _rules(
 COLLECTIVES = (*(name for name, _ in _COLLECTIVES), "other")
 
 _WRAPPERS = re.compile(r"^((\w+::)*(device_kernel|Kernel2?|enable_sm\w+)<)+")
-"""CUTLASS's kernels are template arguments of these."""
+"""Matches templates whose arguments are CUTLASS's kernels."""
 _ARGUMENTS = re.compile(r"<[^<>]*>")
 
 
@@ -76,7 +76,7 @@ def operation_kind(name: str) -> str:
 
 
 def collective(name: str) -> str:
-    """Which of COLLECTIVES a communication kernel or operation is."""
+    """The collective, one of COLLECTIVES, that a communication kernel or operation performs."""
     return _first(_COLLECTIVES, name) or "other"
 
 

@@ -1,4 +1,4 @@
-"""Profiles steps of a run: traces, a memory snapshot, and the table of where the time goes."""
+"""Profiles steps of a run: traces, a memory snapshot, and the table of the time of a step."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class StepProfiler:
     includes the wait for its batch.
 
     Args:
-        iteration: steps already taken.
+        iteration: number of steps already taken.
         folder: receives the files, in a subfolder for each range of consecutive iterations.
-        run: without the numbers that are measured.
-        flops: of a step.
+        run: facts about the run, without the numbers that are measured.
+        flops: FLOPs of a step.
         avoidable_logits_bytes: memory of this process that linear_cross_entropy would save.
     """
 
@@ -78,7 +78,7 @@ class StepProfiler:
 
         Args:
             iteration: number of the step.
-            metrics: of the step.
+            metrics: metrics of the step.
         """
         if self._profile is None:
             return
@@ -121,8 +121,8 @@ class StepProfiler:
         return ProfilerAction.WARMUP if iteration + 1 in self._steps else ProfilerAction.NONE
 
     def _record_memory(self, iteration: int, first: bool = False) -> None:
-        """Record allocations in the step before a range, because recording slows Python down; if the range begins with
-        the first step of this process, in that step."""
+        """Record allocations in the step before a range, because recording slows Python down. If the range begins with
+        the first step of this process, record them in that step."""
         begins = first if iteration in self._steps else iteration + 1 in self._steps
         if begins and self._cuda and self._config.profile.memory_snapshot:
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=_SNAPSHOT_ENTRIES)

@@ -11,7 +11,7 @@ from megatron_wrap.profiling.breakdown import StepBreakdown, as_json
 from megatron_wrap.profiling.kernel_kinds import IDLE, KINDS
 
 _LEAST_IDLE = 0.01
-"""Share of the step; below it, the text names no waits."""
+"""Share of the step below which idle time is too short for the text to name waits."""
 _LONGEST_WAITS = 3
 _NAME_LENGTH = 48
 
@@ -22,22 +22,22 @@ class ProfileReport:
 
     iterations: tuple[int, ...]
     ranks: tuple[StepBreakdown, ...]
-    """By rank."""
+    """Breakdowns of all processes, by rank."""
     usual_step_ms: float | None
-    """Median time of earlier steps, which were not profiled; None: there were none."""
+    """Median time in ms of earlier steps, which were not profiled; None: there were none."""
     tflops: float
     """Model TFLOP/s per device of the last profiled step."""
     peak_memory_gib: float
-    """Of rank 0."""
+    """Peak memory of rank 0, GiB."""
     padding_share: float
     changes: tuple[Change, ...]
     memory_changes: tuple[MemoryChange, ...]
     title: str
-    """The run, its layout and platform."""
+    """Title of the table: the run, its layout and platform."""
 
     @property
     def slowest(self) -> int:
-        """The rank that computes longest; the others wait for it."""
+        """Breakdown of the rank that computes longest; the others wait for it."""
         return slowest_rank(self.ranks)
 
 
@@ -84,8 +84,8 @@ def _facts(report: ProfileReport) -> list[str]:
 
 
 def _waits(report: ProfileReport, chosen: Sequence[int]) -> list[str]:
-    """The longest waits of the GPU in the table that is idle longest. The rank that computes longest is often idle
-    least: it waits for the other in its communication."""
+    """The longest waits of the GPU that is idle longest in the table. The rank that computes longest is often idle
+    least, because it waits for the others in its communication."""
     rank = max(chosen, key=lambda rank: report.ranks[rank].share(IDLE))
     step = report.ranks[rank]
     if not step.waits or step.share(IDLE) < _LEAST_IDLE:

@@ -23,18 +23,18 @@ _STEP = re.compile(r"ProfilerStep#\d+")
 
 @dataclass(frozen=True)
 class Span:
-    """Work of one kind from `start` to `end`, microseconds."""
+    """Work of one kind from `start` to `end`, in microseconds."""
 
     start: float
     end: float
     kind: str
     name: str
     recognized: bool = True
-    """Whether there is a rule for the name."""
+    """Whether `kernel_kinds` has a rule for the name."""
     whole: bool = True
-    """False: a later part of an operation, after another that it called."""
+    """Whether the span begins an operation; False: a later part of one, after another operation that it called."""
     launched: float | None = None
-    """When the host launched it; None: on a CPU, or not in the trace."""
+    """Time at which the host launched the work, in microseconds; None: on a CPU, or not in the trace."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Timeline:
     """Work of one process in the profiled steps."""
 
     steps: tuple[tuple[float, float], ...]
-    """(start, end) of each step, microseconds."""
+    """(start, end) of each step, in microseconds."""
     work: tuple[Span, ...]
-    """Of all GPU streams; on a CPU, of the main thread, and the communication of all threads."""
+    """Work of all GPU streams; on a CPU, work of the main thread and the communication of all threads."""
     data: tuple[Span, ...]
-    """Times at which the main thread reads, collates or copies batches."""
+    """Times in which the main thread reads, collates or copies batches."""
     on_gpu: bool
     computed_tokens: float
     """Tokens of all steps, with padding; 0: unknown."""
@@ -86,8 +86,8 @@ def _is_step(event: Mapping[str, Any]) -> bool:
 
 
 class _Ranges:
-    """Times at which each thread is in a phase: the phase's annotations, and for the loss the backward operations that
-    the profiler links to its forward operations."""
+    """Times in which each thread is in a phase: the phase's annotations, and for the loss also the backward operations
+    that the profiler links to its forward operations."""
 
     def __init__(self, events: Sequence[Mapping[str, Any]], spans: Sequence[Mapping[str, Any]]) -> None:
         ranges: dict[tuple[str, Any], list[tuple[float, float]]] = defaultdict(list)
@@ -103,7 +103,7 @@ class _Ranges:
         self._ranges = {key: _joined(of_phase) for key, of_phase in ranges.items()}
 
     def _backward_of_the_loss(self, events: Sequence[Mapping[str, Any]]) -> set[tuple[Any, float]]:
-        """(thread, start) of backward operations."""
+        """(thread, start) of the loss's backward operations."""
         links = [event for event in events if event.get("cat") == "fwdbwd"]
         forward = {
             event["id"]
@@ -117,7 +117,7 @@ class _Ranges:
         return self._ranges.get((name, thread), [])
 
     def phase_at(self, moment: float, thread: Any) -> str | None:
-        """The optimizer or the loss, if the thread is in one of them."""
+        """The phase of a thread at a moment, the optimizer or the loss; None: another one."""
         for name in (phases.OPTIMIZER, phases.LOSS):
             ranges = self.of(name, thread)
             index = bisect_right(ranges, (moment, float("inf"))) - 1
@@ -144,8 +144,8 @@ def _joined(ranges: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _gpu_work(spans: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Iterator[Span]:
-    """Kernels and copies. One that the optimizer or the loss launched belongs to it, except communication and the
-    loss's matrix products, which are those of the output layer."""
+    """Kernels and copies. A kernel that the optimizer or the loss launched belongs to it, except communication and the
+    loss's matmuls, which are those of the output layer."""
     launched = {
         event["args"]["correlation"]: (event["ts"], event["tid"])
         for event in spans
@@ -162,11 +162,11 @@ def _gpu_work(spans: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Iterator[S
 
 
 def _cpu_work(spans: Sequence[Mapping[str, Any]], ranges: _Ranges, main: Any) -> Iterator[Span]:
-    """The main thread's operations, each without those that it calls, and the communication of all threads.
+    """The main thread's operations, each without the operations that it calls, and the communication of all threads.
 
-    An operation within a matrix product, attention, communication, the loss or the optimizer belongs to it, except the
-    loss's matrix products. An operation that only calls others, such as an autograd function in Python, does no work
-    itself: communication that it waits for is exposed.
+    An operation within a matmul, attention, communication, the loss or the optimizer belongs to it, except the loss's
+    matmuls. An operation that only calls others, such as an autograd function in Python, does no work itself:
+    communication that it waits for is exposed.
     """
     for event in spans:
         if event.get("cat") == "user_annotation" and kinds.operation_kind(event["name"]) == kinds.COMMUNICATION:
@@ -199,14 +199,14 @@ class _Call:
     name: str
     kind: str
     begin: float
-    """Of the part since the last operation that it called."""
+    """Start of the part after the last operation that it called, in microseconds."""
     end: float
     works: bool
-    """False: it only calls others."""
+    """Whether the operation does work itself; False: it only calls others."""
     is_new: bool = True
 
     def part(self, until: float, resumed: float = 0.0) -> Iterator[Span]:
-        """Its own work until a moment; it continues at `resumed`."""
+        """The operation's own work until a moment; it continues at `resumed`."""
         if self.works and until > self.begin:
             yield Span(self.begin, until, self.kind, self.name, whole=self.is_new)
             self.is_new = False

@@ -1,4 +1,5 @@
-"""Where a GPU waits in a step: between which kernels, how long, and whether the host had launched the next one."""
+"""Waits of a GPU in a step: the kernels before and after each wait, its length, and whether the host had launched the
+next kernel."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from megatron_wrap.profiling import kernel_kinds as kinds
 from megatron_wrap.profiling.trace import Span, Timeline
 
 _LATENCY = 10.0
-"""Microseconds that a kernel may take from its launch on the host to its start on an idle GPU, with the profiler; one
-that was launched longer than this before a wait began was in the GPU's queue."""
+"""Microseconds that a kernel may take from its launch on the host to its start on an idle GPU, with the profiler. A
+kernel that was launched earlier than this before a wait began was in the GPU's queue."""
 _SHORT = 6.0
-"""Microseconds; a shorter gap is that between any two kernels and counts together with all others."""
+"""Microseconds; a shorter gap counts as a gap between any two kernels, together with all others."""
 _PARTS = (kinds.OPTIMIZER, kinds.LOSS, kinds.DATA)
-"""Kinds of work that are named instead of their kernels."""
+"""Kinds of work that are named as a whole instead of by their kernels."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class Wait:
     """All times between the same two pieces of work in which nothing runs on any stream of a GPU, per step."""
 
     before: str
-    """The last that ran: a kernel without namespaces and template arguments, a collective, or a part of the step
-    (optimizer, loss, data)."""
+    """Name of the last work before the wait: a kernel without namespaces and template arguments, a collective, or a
+    part of the step (optimizer, loss, data)."""
     after: str
-    """The first that runs again."""
+    """Name of the first work after the wait."""
     count: float
     milliseconds: float
     late_ms: float
-    """Part of the time, until the host had launched what runs next."""
+    """Part of the waits until the host had launched the next work, ms per step."""
 
     @property
     def host_was_late(self) -> bool:
@@ -59,7 +60,7 @@ def waits_of(timeline: Timeline) -> tuple[Wait, ...]:
 
 
 def _gaps(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
-    """(before, after) of each time in which nothing runs. The edges of the profile are spans without length."""
+    """(before, after) of each time in which nothing runs. Spans of length 0 mark the edges of the profile."""
     begin, end = timeline.steps[0][0], timeline.steps[-1][1]
     last = Span(begin, begin, kinds.IDLE, "start of the profile", launched=begin)
     edge = Span(end, end, kinds.IDLE, "end of the profile", launched=end)

@@ -29,7 +29,7 @@ _S3_OPTIONS = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "ret
 _THREADS = 4
 ATTEMPTS = 5
 _VERSION_KEYS = ("ETag", "etag", "blob_id", "size", "LastModified", "last_modified", "updated", "mtime")
-"""Of what fsspec's `info` returns, in different file systems."""
+"""Fields of fsspec's `info` that identify a version of a file in different file systems."""
 _REPOSITORIES = {"datasets": "dataset", "spaces": "space", "models": "model"}
 
 
@@ -47,7 +47,7 @@ def cache_folder() -> Path:
 class RemoteFolder:
     """A folder of an object store (`s3://`, `gs://`) or of a Hugging Face repository (`hf://`); it need not exist yet.
 
-    Names are relative to it. Every method raises the errors of the store's package.
+    Names of files are relative to the folder. Every method raises the errors of the store's package.
 
     Raises:
         ConfigError: the URL has an unknown scheme or credentials, or the package is not installed.
@@ -60,7 +60,7 @@ class RemoteFolder:
 
     @property
     def has_commits(self) -> bool:
-        """Whether files are written by commits, of which each is visible as a whole."""
+        """Whether files are written by commits, each of which becomes visible as a whole."""
         return self.url.startswith("hf://")
 
     def sizes(self) -> dict[str, int]:
@@ -115,14 +115,14 @@ class RemoteFolder:
         self._files.pipe_file(f"{self._root}/{name}", content)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, one after the other; not where `has_commits`."""
+        """Remove files one at a time; not where `has_commits`."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 self._files.rm_file(f"{self._root}/{name}")
 
     def commit(self, files: Mapping[str, Path | bytes], removed: Iterable[str], message: str) -> None:
-        """Write and remove files of a Hugging Face repository in one commit; a private repository is created if there
-        is none. Large files that the repository has are not sent again."""
+        """Write and remove files of a Hugging Face repository in one commit. A private repository is created if there
+        is none. Large files that the repository already contains are not sent again."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
         kind, repository, revision, folder = _hub_address(self.url)
@@ -144,10 +144,10 @@ class RemoteFolder:
 
 
 def fetch_file(url: str) -> Path:
-    """The local copy of a remote file; one process downloads it, others wait. A file that changes is a new copy.
+    """The local copy of a remote file; one process downloads it, others wait. A changed file gets a new copy.
 
     Raises:
-        ConfigError: as `RemoteFolder`; or the file is missing or cannot be read.
+        ConfigError: see `RemoteFolder`; or the file is missing or cannot be read.
     """
     files = _file_system(url)
     try:
@@ -178,8 +178,8 @@ def fetch_file(url: str) -> Path:
 
 
 def with_retries(action: Callable[[], T], name: str, attempts: int = ATTEMPTS) -> T:
-    """The result of `action`, which is called up to `attempts` times, with growing pauses. What is missing or forbidden
-    is raised at once."""
+    """The result of `action`, which is called up to `attempts` times, with growing pauses. Errors about missing or
+    forbidden files are raised at once."""
     for attempt in range(1, attempts):
         try:
             return action()

@@ -1,4 +1,4 @@
-"""Curves over the iterations of runs: in the coordinates of the charts of `templates/run.html`, and as PNG files."""
+"""Curves over the iterations of runs, in the coordinates of the charts of `templates/run.html` and as PNG files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from megatron_wrap.errors import ConfigError
 
 _WIDTH, _HEIGHT = 1000, 300
-"""Of the coordinates; those of `run.html` and `curves.js`."""
+"""Width and height of a chart's coordinates; `run.html` and `curves.js` use the same."""
 _MOST_POINTS = 800
 
 
@@ -22,11 +22,11 @@ class Series:
 
     name: str
     points: Sequence[tuple[float, float]]
-    """(iteration, value), ascending; finite."""
+    """(iteration, value) of each point, ascending and finite."""
     color: int = 0
-    """Index of the run."""
+    """Index of the run, which selects the color."""
     is_evaluation: bool = False
-    """Whether the points are few and marked."""
+    """Whether the curve shows evaluations, whose points are few and marked."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Point:
-    """Neighboring points as they are drawn: their mean and their range."""
+    """Neighboring points that are drawn as one: their mean and their range."""
 
     x: float
     mean: float
@@ -70,13 +70,13 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def figure(chart: Chart) -> dict[str, Any]:
-    """What `run.html` draws of a chart. Of a run with more than 800 points, the curve is the mean of neighbors with the
-    range of their values as a band.
+    """The data of a chart for `run.html`. For a run with more than 800 points, the curve is the mean of neighbors, with
+    the range of their values as a band.
 
     Returns:
         title, unit; range: iterations at the left and right end, values at the bottom and top; rows: (y, label) of the
         lines of the grid; columns: labels of the iterations; curves: name, color, is_evaluation, line and band, whose
-        points are "x y"; steps_per_point: of the curve with most.
+        points are "x y"; steps_per_point: the largest of all curves.
     """
     drawn = [(series, thinned(series.points)) for series in chart.series]
     points = [point for _, of_series in drawn for point in of_series]
@@ -111,7 +111,7 @@ def figure(chart: Chart) -> dict[str, Any]:
 
 
 def short_number(value: float) -> str:
-    """A number of an axis, in about six characters."""
+    """A number of an axis as text of about six characters."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:.4g}"
     mantissa, _, exponent = f"{value:.2e}".partition("e")

@@ -12,12 +12,12 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class Item:
-    """One item to page through."""
+    """One item of a page on which the reader steps through items."""
 
     title: str
     facts: Sequence[str]
     texts: Sequence[Sequence[tuple[str, str]]]
-    """Each text as parts of (text, kind); a kind is `trained`, `other` or `cut`."""
+    """Texts of the item, each as parts (text, kind); a kind is `trained`, `other` or `cut`."""
     labels: Sequence[str] = ()
     """Keys by which the reader can filter items."""
 
@@ -26,7 +26,7 @@ def rendered(template: Path, **values: Any) -> str:
     """The HTML of a template that extends `page.html`.
 
     Args:
-        values: used by the template; `title` and `subtitle` by `page.html`.
+        values: variables of the template; `page.html` uses `title` and `subtitle`.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

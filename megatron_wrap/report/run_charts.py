@@ -14,7 +14,7 @@ _NEVER = (
     *("throughput", "num_tokens", "tokens_per_second_per_device", "memory_allocated", "memory_reserved"),
     *("consumed_samples", "consumed_tokens"),
 )
-"""Metrics that repeat others or grow with the iteration."""
+"""Names of metrics without a chart, because they repeat others or grow with the iteration."""
 
 
 def charts_of(runs: Sequence[RunFiles], labels: Sequence[str]) -> Mapping[str, list[Chart]]:

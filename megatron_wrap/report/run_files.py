@@ -1,4 +1,4 @@
-"""The files that a run leaves in its output folder: metrics.jsonl, samples.jsonl and run.json."""
+"""The files of a run's output folder: metrics.jsonl, samples.jsonl and run.json."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ class RunFiles:
     """The records of a run."""
 
     name: str
-    """That of its YAML; of a run without run.json, its folder."""
+    """Name of the run, from its YAML; without run.json, the name of its folder."""
     folder: Path
     steps: Mapping[int, Mapping[str, float]]
     """Iteration -> metrics of the training step, ascending; without values that are not finite."""
     evaluations: Mapping[int, Mapping[str, float]]
     """Iteration -> SET/METRIC -> value."""
     samples: list[tuple[int, str, str]] = field(default_factory=list)
-    """(iteration, prompt, completion)."""
+    """(iteration, prompt, completion) of each sample text."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Content of run.json; empty: there is none."""
     notes: tuple[str, ...] = ()
     """Remarks about the files, for the reader of the page."""
 
     def curve(self, name: str) -> list[tuple[float, float]]:
-        """(iteration, value) of a metric of the training steps, or with the prefix `eval/` of the evaluations."""
+        """(iteration, value) of each point of a metric: of the training steps, or with the prefix `eval/` of the
+        evaluations."""
         of_evaluations = name.startswith(_EVALUATION)
         source, key = (self.evaluations, name[len(_EVALUATION) :]) if of_evaluations else (self.steps, name)
         return [(iteration, values[key]) for iteration, values in source.items() if key in values]

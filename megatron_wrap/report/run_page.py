@@ -26,10 +26,10 @@ class ReportedRun:
     """A run on the page."""
 
     label: str
-    """Unique among the runs."""
+    """Label of the run, unique on the page."""
     files: RunFiles
     checkpoints: Sequence[tuple[str, str, str, str]] = ()
-    """(iteration, GiB, folder, note) of each."""
+    """(iteration, GiB, folder, note) of each checkpoint."""
 
 
 def labels_of(runs: Sequence[RunFiles]) -> list[str]:
@@ -90,7 +90,7 @@ def _subtitle(run: RunFiles) -> str:
 
 
 def _summary(run: RunFiles) -> Mapping[str, str]:
-    """Name -> number of a run, for the numbers that it has."""
+    """Name -> number of a run, for the numbers that the run has."""
     total, last = run.facts.get("train_iters"), max([*run.steps, *run.evaluations])
     numbers = {"steps": f"{last:,}" if total is None else f"{last:,} of {total:,}"}
     losses = _values(run, "loss")[-10:]

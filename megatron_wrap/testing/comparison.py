@@ -1,4 +1,4 @@
-"""Compares two runs: tolerances, relative differences, and the effect of rounding."""
+"""Comparison of two runs: tolerances, relative differences, and the effect of rounding."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ OBJECTIVE_TOLERANCE = 1e-5
 METRIC_TOLERANCE = 1e-4
 """Largest relative difference of a metric, which may be a small difference of large numbers."""
 EXPERTS_TOLERANCE = 1e-4
-"""Largest relative difference of an objective for MoE models, ten times as much for a metric: their order of summation
+"""Largest relative difference of an objective for MoE models; for a metric, ten times as much. Their order of summation
 depends on the layout."""
 GRADIENT_TOLERANCE = 1e-4
 """Largest norm of a gradient's difference divided by the norm of the gradient."""
 GRADIENT_FLOOR = 1e-6
-"""Gradients with a norm below this fraction of the largest parameter gradient's norm count as rounding errors."""
+"""Share of the largest parameter gradient's norm below which a gradient's norm counts as a rounding error."""
 DETERMINISM_TOLERANCE = 1e-6
 """Largest relative difference of two runs on one process; kernels of a GPU may sum in any order."""
 ROUNDING = 1e-6
@@ -60,7 +60,8 @@ def metric_differences(
 
 
 def gradient_differences(gradients: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
-    """Name -> norm of the difference divided by the norm of the reference's gradient, or by a floor for tiny ones."""
+    """Name -> norm of the difference divided by the norm of the reference's gradient, which has a floor for tiny
+    gradients."""
     floor = GRADIENT_FLOOR * max(float(numpy.linalg.norm(gradient)) for gradient in reference.values())
     differences = {}
     for name, expected in reference.items():

@@ -14,7 +14,7 @@ from megatron_wrap.testing.layouts import LayoutCase
 from megatron_wrap.testing.parity_run import CaseResult
 
 SAME_FACTOR = 1e-3
-"""A gradient counts as a multiple of another if the relative norm of the remainder is smaller than this."""
+"""Largest relative norm of the remainder with which a gradient counts as a multiple of another."""
 
 PACKING_CAUSE = (
     "likely cause: a sum, mean or other operation over each row, but a packed micro-batch has all its sequences in one "
@@ -39,7 +39,7 @@ class Deviation:
     worst_metric: str
     """The metric with the largest difference; empty if all agree."""
     metric_ratio: float = math.nan
-    """Its value divided by the reference's."""
+    """Value of `worst_metric` divided by the reference's."""
 
 
 def likely_cause(deviation: Deviation, ratio_on_equal_samples: Callable[[], float]) -> str:
@@ -93,7 +93,7 @@ def _cause_of_a_metric(deviation: Deviation) -> str:
 
 
 def _lost_gradients(deviation: Deviation) -> list[str]:
-    """Parameters whose gradient is zero on this layout but not in the reference."""
+    """Names of parameters whose gradient is zero on this layout but not in the reference."""
     reference = deviation.reference.gradients
     return [
         name
@@ -103,7 +103,7 @@ def _lost_gradients(deviation: Deviation) -> list[str]:
 
 
 def _factor(deviation: Deviation) -> str:
-    """Description of the factor by which all gradients are multiplied; empty if it is not one known factor."""
+    """Description of the factor by which all gradients are multiplied; empty if it is no known factor."""
     case, ratio = deviation.case, deviation.gradient_ratio
     if abs(ratio - 1.0) <= SAME_FACTOR or not _is_multiple(deviation):
         return ""
@@ -125,7 +125,7 @@ def _is_multiple(deviation: Deviation) -> bool:
 
 
 def _cuts(deviation: Deviation) -> float:
-    """Number of micro-batches divided by the reference's."""
+    """Number of the layout's micro-batches divided by the reference's."""
     return deviation.result.num_microbatches / deviation.reference.num_microbatches
 
 

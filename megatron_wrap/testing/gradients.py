@@ -54,7 +54,7 @@ def gather_parameters(state: TrainingState, read: Callable[[torch.nn.Parameter],
             tp, replicas = (parallel.expert_tp, parallel.expert_dp) if expert else (parallel.tp, parallel.dp_cp)
             dim = split_dim(name, parameter.tensor)
             if dim is not None:
-                # an adapter has a factor for the gate and one for up, but that of an expert one for both
+                # an adapter has separate factors for gate and up; an expert's adapter has one factor for both
                 gated = ".linear_fc1" in name and (expert or ADAPTER not in name)
                 value = join_slices(gather_tensors(value, tp.group), dim, derived.is_gated(arch) and gated)
             if tp.rank or replicas.rank:

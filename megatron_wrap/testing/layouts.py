@@ -27,7 +27,7 @@ _SWITCHES = {
 }
 """Part of a layout's name -> field of `LayoutCase` that it sets."""
 _UNUSED_SIZES = {"vpp": 1, "etp": 0}
-"""Axis -> the size with which the layout does not use it; its key is then null."""
+"""Axis -> the size with which a layout does not use it, for axes whose key is then null."""
 
 DEFAULT_LAYOUTS = (
     "mbs1",
@@ -50,14 +50,14 @@ DEFAULT_LAYOUTS = (
     "packed-pp2-vpp2",
     "token-budget-dp2",
 )
-"""Layouts that `check-parity` runs: each kind of parallelism, pairs of them, another micro-batch size, more padding,
-packed rows, and micro-batches with a token budget."""
+"""Names of the layouts that `check-parity` runs: each kind of parallelism, pairs of them, another micro-batch size,
+more padding, packed rows, and micro-batches with a token budget."""
 
 EXTRA_PADDING = 16
 """Tokens of additional padding of every sequence in the layout `padded`."""
 
 EXPERT_LAYOUTS = ("ep2", "ep2-dopt", "cp2-ep2", "tp2-sp-ep2-etp1", "tp2-sp-ep2", "pp2-ep2", "ep4")
-"""Further layouts for an MoE model."""
+"""Names of further layouts for an MoE model."""
 
 
 def default_layouts(arch: ArchConfig) -> tuple[str, ...]:
@@ -77,20 +77,20 @@ class LayoutCase:
     cp: int = 1
     dp: int = 1
     ep: int = 1
-    """Expert parallelism, over the processes of tp, cp and dp."""
+    """Size of expert parallelism, over the processes of tp, cp and dp."""
     vpp: int = 1
     etp: int = 0
-    """Tensor parallelism of the experts; 0: the same as tp."""
+    """Size of the tensor parallelism of experts; 0: the same as tp."""
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     micro_batch_size: int | None = None
-    """None: the reference's."""
+    """Number of samples in a micro-batch; None: as in the reference."""
     extra_padding: int = 0
     """Tokens of additional padding of every sequence."""
     packing: bool = False
-    """All sequences of a micro-batch in one row."""
+    """Whether all sequences of a micro-batch are packed into one row."""
     token_budget: bool = False
-    """Micro-batches of up to twice seq_length tokens."""
+    """Whether micro-batches have up to twice seq_length tokens instead of a number of samples."""
 
     @property
     def processes(self) -> int:
@@ -157,7 +157,7 @@ def parse_layout(name: str) -> LayoutCase:
 
 
 def expert_reason(arch: ArchConfig, case: LayoutCase) -> str:
-    """Why a correct MoE model may differ between this layout and one process; empty if it must agree."""
+    """Reason why a correct MoE model may differ between this layout and one process; empty if it must agree."""
     if arch.num_experts is None:
         return ""
     losses = set(derived.load_balancing_coefficients(arch))

@@ -27,15 +27,16 @@ class Seen:
     """Observations from all ranks' calls of `calculate_loss`; the same on every rank."""
 
     two_values: bool
-    """The flow returns (loss, metrics), where the loss is a mean over the micro-batch."""
+    """Whether the flow returns (loss, metrics), where the loss is a mean over the micro-batch."""
     draws_random: bool
-    """It draws random numbers, which differ between layouts."""
+    """Whether the flow draws random numbers, which differ between layouts."""
     metric_kinds: dict[str, str] = field(default_factory=dict)
     """Metric -> "number", "pair" (also of a Difference), "total" or "extreme"."""
     over_tp: dict[str, str] = field(default_factory=dict)
     """Metric -> two different values that tensor-parallel ranks report."""
     over_cp: dict[str, str] = field(default_factory=dict)
-    """The same for bare numbers of context-parallel ranks; pairs and totals may differ between them."""
+    """Metric -> two different values that context-parallel ranks report as bare numbers; pairs and totals may
+    differ."""
     vocabulary_calls: str = ""
     """Calls of torch functions over the vocabulary, which see one tensor-parallel rank's columns; empty if none."""
 
@@ -45,14 +46,14 @@ class Observer:
     """Records the metrics that a flow's `calculate_loss` returns on one rank."""
 
     noise: float = 0.0
-    """Relative size of noise added to the model's outputs, to measure the effect of rounding."""
+    """Relative size of the noise that is added to the model's outputs, to measure the effect of rounding."""
     two_values: bool = False
     draws_random: bool = False
     calls: list[dict[str, tuple[str, float, float]]] = field(default_factory=list)
-    """For each call: metric -> (kind, value, weight)."""
+    """Metric -> (kind, value, weight), for each call."""
     vocabulary: VocabularyCalls = field(default_factory=VocabularyCalls)
     error: Exception | None = None
-    """The error that `calculate_loss` raised."""
+    """The error that `calculate_loss` raised; None: it raised none."""
 
     def around(self, calculate_loss: CalculateLoss) -> CalculateLoss:
         """A function that calls `calculate_loss` and records what it returns."""

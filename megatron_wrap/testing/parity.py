@@ -106,17 +106,17 @@ class _Comparisons:
     steps: int
     reference: CaseResult
     rounded: CaseResult
-    """The reference with noise on the model's outputs."""
+    """Results of the reference with noise on the model's outputs."""
     pools: Pools
     without_packing: str
-    """Why layouts with packed rows are left out; empty if the flow supports them."""
+    """Reason why layouts with packed rows are left out; empty if the flow supports them."""
     vocabulary_calls: str = ""
-    """`Seen.vocabulary_calls` of a layout with tensor parallelism that agrees."""
+    """`Seen.vocabulary_calls` of a layout with tensor parallelism that agrees; empty: none."""
 
     @functools.cached_property
     def objective_floors(self) -> list[float]:
-        """For each step: the smallest denominator of a relative difference. If large terms cancel, as in a mean of
-        advantages, the objective is small but its rounding error is not."""
+        """Smallest denominator of a relative difference of the objective, for each step. If large terms cancel, as in a
+        mean of advantages, the objective is small but its rounding error is not."""
         return [
             rounding_floor(noisy, value, comparison.OBJECTIVE_TOLERANCE)
             for noisy, value in zip(self.rounded.objectives, self.reference.objectives, strict=True)
@@ -124,7 +124,7 @@ class _Comparisons:
 
     @functools.cached_property
     def metric_floors(self) -> list[dict[str, float]]:
-        """The same for each metric."""
+        """Smallest denominator of a relative difference of each metric, for each step."""
         tolerance = comparison.METRIC_TOLERANCE
         return [
             {name: rounding_floor(noisy.get(name, math.nan), value, tolerance) for name, value in values.items()}
@@ -268,7 +268,7 @@ def _samples(config: RunConfig, samples: Sequence[Any] | None, steps: int, pools
 
 
 def _with_routing(config: RunConfig, samples: list[Any], pools: Pools) -> list[Any]:
-    """With `router_replay`, samples that contain no routing get that of one process."""
+    """Samples for a run with `router_replay`: samples without a routing get that of one process."""
     if config.train.router_replay == "disabled" or any(ROUTED_EXPERTS in sample for sample in samples):
         return samples
     recording = replace(config, train=replace(config.train, router_replay="R2"))

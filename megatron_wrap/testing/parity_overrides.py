@@ -71,7 +71,8 @@ def check_overrides(
 
 
 def _tiny(config: RunConfig) -> list[str]:
-    """A tiny model of the same kind: the same ratio of query to key heads, norms, activation and positions."""
+    """Overrides for a tiny model of the same kind: the same ratio of query to key heads, norms, activation and
+    positions."""
     arch = config.arch
     experts = {} if arch.num_experts is None else _tiny_experts(arch)
     groups = arch.num_query_groups or arch.num_attention_heads
@@ -102,7 +103,7 @@ def _tiny(config: RunConfig) -> list[str]:
 
 
 def _tiny_linear_attention(arch: ArchConfig) -> dict[str, Any]:
-    """Few heads, in as many of the layers as there are, or all but the last."""
+    """Overrides for few heads, in as many of the layers as there are, or all but the last."""
     pattern = derived.linear_layer_pattern(arch)[:4]
     values_per_key = min(arch.linear_num_value_heads // arch.linear_num_key_heads, 3)
     return {
@@ -115,7 +116,8 @@ def _tiny_linear_attention(arch: ArchConfig) -> dict[str, Any]:
 
 
 def _tiny_experts(arch: ArchConfig) -> dict[str, Any]:
-    """Few experts of the same kind: the same router, groups and shared experts, and a dense layer if there is one."""
+    """Overrides for few experts of the same kind: the same router, groups and shared experts, and a dense layer if
+    there is one."""
     grouped = arch.moe_router_num_groups is not None
     experts, topk = 8 if grouped else 4, min(arch.moe_router_topk, 2)
     pattern = derived.moe_layer_pattern(arch)[:4]

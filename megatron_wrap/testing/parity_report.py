@@ -16,15 +16,15 @@ class LayoutVerdict:
     layout: str
     processes: int
     agrees: bool | None
-    """None: the layout was skipped; `note` has the reason."""
+    """Whether the layout agrees; None: it was skipped, and `note` has the reason."""
     objective_difference: float = math.nan
-    """Largest relative difference over the steps."""
+    """Largest relative difference of the objective over the steps."""
     metric_difference: float = math.nan
     gradient_difference: float = math.nan
-    """Of the worst parameter."""
+    """Relative difference of the gradient of `worst_parameter`."""
     worst_parameter: str = ""
     worst_metric: str = ""
-    """The metric that disagrees most and both values; empty if all agree."""
+    """The metric with the largest disagreement, and both values; empty if all agree."""
     gradient_ratio: float = math.nan
     """Least-squares factor between this layout's gradient and the reference's, over all parameters; 1 if they agree."""
     router_loss_difference: float = math.nan

@@ -32,7 +32,7 @@ _PRELOADED = (
     "torch.utils.serialization",
     "megatron_wrap.testing.gradients",
 )
-"""Modules that every rank needs."""
+"""Names of modules that every rank needs."""
 
 
 def import_for_ranks() -> None:
@@ -47,7 +47,7 @@ def import_for_ranks() -> None:
     finally:
         if not was_installed:
             platform.uninstall()
-    if not was_installed:  # what an installation reads of the imported modules is then known in forked processes
+    if not was_installed:  # forked processes inherit its records of the imported modules
         platform.install()
         platform.uninstall()
 
@@ -69,7 +69,7 @@ class Pools:
         self._started: dict[int, RankPool] = {}
         choose_platform(platform)  # raises without a GPU for "cuda"
         self.devices: int | None = None
-        """Number of GPUs of this machine; None on the CPU, which does not limit the number of processes."""
+        """Number of GPUs of this machine; None on the CPU, where it does not limit the number of processes."""
         if platform == "cuda":
             import torch
 
@@ -88,7 +88,7 @@ class Pools:
         """Run `function` on that many ranks; returns rank 0's result.
 
         Raises:
-            FlowError: it raised on a rank; the message is that of a user error, else the tracebacks.
+            FlowError: `function` raised on a rank; the message is the user error's, else the tracebacks.
         """
         try:
             return self._pool(processes).run(function, *arguments, **named)[0]

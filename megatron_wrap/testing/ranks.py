@@ -80,8 +80,8 @@ class RankPool:
         """Call a module-level function on every rank; returns the results in rank order.
 
         Raises:
-            RankError: it raised on a rank, or exceeded the time limit. Any exception, also that of a test's time limit,
-                closes the pool: the results that ranks still send belong to no later call.
+            RankError: the function raised on a rank, or exceeded the time limit. Any exception, also that of a test's
+                time limit, closes the pool: the results that ranks still send belong to no later call.
         """
         request = pickle.dumps((function, arguments, named))
         try:
@@ -119,7 +119,8 @@ class RankPool:
         return results
 
     def _signal_all(self, name: str) -> None:
-        """Stop or continue idle processes, in which gloo would poll its sockets a hundred times a second."""
+        """Stop or continue the idle processes, in which gloo would otherwise poll its sockets a hundred times a
+        second."""
         if self._stops_idle:
             for process in self._processes:
                 if process.exitcode is None:
@@ -140,7 +141,7 @@ class RankPool:
 
 
 def _messages(connection: Connection) -> Iterator[bytes]:
-    """The parent's messages, until it closes the connection; exits the process if the parent is gone."""
+    """The parent's messages until it closes the connection; exits the process if the parent is gone."""
     parent = os.getppid()
     while True:
         # other ranks have inherited copies of the parent's ends of the pipes, so its death causes no end of file
@@ -173,14 +174,14 @@ def _serve(rank: int, world_size: int, connection: Connection, platform: str, st
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.cuda.set_device(rank)
-        # it loads libraries of the host's cuDNN, which fails where attention has loaded those of torch's
+        # imports Transformer Engine, whose host cuDNN fails to load after attention has loaded torch's cuDNN
         _ = choose_platform(platform).has_transformer_engine
-    configure_console()  # once: the runs of this process use the same
+    configure_console()  # once for all runs of this process
     # a run ends with a garbage collection, which has no need to visit the objects of imported modules
     gc.collect()
     gc.freeze()
     if platform == "cpu":
-        choose_platform(platform).keep_installed()  # once, and the groups of all runs share a device
+        choose_platform(platform).keep_installed()  # once for all runs, whose groups share a device
     backend = "gloo" if platform == "cpu" else "nccl"
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
@@ -200,7 +201,7 @@ def _serve(rank: int, world_size: int, connection: Connection, platform: str, st
         connection.send_bytes(pickle.dumps(answer))
         if platform == "cuda":
             torch.cuda.empty_cache()  # processes of other pools may share the GPU
-        if len(sys.modules) > num_modules:  # those that this run has imported, for the later ones
+        if len(sys.modules) > num_modules:  # freeze modules that this run has imported
             gc.collect()
             gc.freeze()
             num_modules = len(sys.modules)

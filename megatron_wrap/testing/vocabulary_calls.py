@@ -29,14 +29,14 @@ _REPLACEMENTS: Mapping[str, tuple[int | None, int | None, str]] = {
     "topk": (2, -1, _TOP_K),
     "sort": (1, -1, _TOP_K),
 }
-"""Name of a torch function -> index of its argument `dim` (None: it has none), the default of `dim` (None: all), and
-what to write instead, with functions of `megatron_wrap.ops`."""
+"""Name of a torch function -> (index of its argument `dim` (None: it has none), the default of `dim` (None: all), what
+to write instead, with functions of `megatron_wrap.ops`)."""
 _PACKAGE = str(Path(__file__).parents[1])
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(_PACKAGE, "testing")))
 
 
 class VocabularyCalls(TorchFunctionMode):
-    """While it is active, records calls that need the whole vocabulary but get this process's columns of it.
+    """A context that records calls that need the whole vocabulary but get only this process's columns of it.
     `megatron_wrap.ops` combines the columns of all processes, so its calls are not recorded."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def _is_over(columns: int, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether the function is over a dimension of as many entries as this process has columns."""
+    """Whether the function is computed over a dimension with as many entries as this process has columns."""
     tensor = args[0] if args else named.get("input")
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not tensor.dim():
         return False

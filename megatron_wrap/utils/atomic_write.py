@@ -1,4 +1,4 @@
-"""Files that appear under their name when they are complete: after a kill, the old or the new content is there."""
+"""Files that appear under their name only when they are complete: after a kill, the old or the new content is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console's lines about steps and evaluations: which metrics, in which order, on one line."""
+"""The console's lines about steps and evaluations: selection, order and format of the metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_wrap.metrics.declared import (
 from megatron_wrap.metrics.number_format import short
 
 MAX_LENGTH = 140
-"""Characters of a line without the 23 of time and level."""
+"""Largest number of characters of a line, without the 23 of time and level."""
 
 
 class ConsoleLines:
@@ -35,15 +35,15 @@ class ConsoleLines:
     ) -> None:
         self._train_iters, self._chosen, self._of_flow = train_iters, chosen, of_flow
         self._changing: set[str] = set()
-        """Metrics that have been another number than 0."""
+        """Names of metrics that have had a value other than 0."""
 
     def step(self, metrics: Mapping[str, float], is_trained: bool = True) -> str:
         """One line with the metrics of a step, such as
         `iteration 12/100 | loss 5.1234 | grad_norm 1.02 | lr 3.0e-4 | 512 ms | 12.3k tokens/s`.
 
         Args:
-            is_trained: False: no token of the step had a loss, so its means over such tokens are nan; the line has
-                `no token trained` instead of them.
+            is_trained: False: no token of the step had a loss, so means over such tokens are nan; the line contains `no
+                token trained` instead.
         """
         if not is_trained:
             known = {name: value for name, value in metrics.items() if not math.isnan(value)}
@@ -77,7 +77,7 @@ class ConsoleLines:
         ]
 
     def _of_evaluation(self, metrics: Mapping[str, float], names: Mapping[str, str]) -> list[str]:
-        """The full names to show, of a set whose metrics have the full names `names`."""
+        """The full names to show, for a set whose metrics have the full names `names`."""
         if self._chosen is not None:
             return [names[name] for name in _matching(self._chosen, names) or ["loss"]]
         worth_showing = self._worth_showing(metrics)
@@ -112,6 +112,6 @@ class ConsoleLines:
 
 
 def _matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The names that match a pattern, in the order of the patterns; each once."""
+    """The names that match a pattern, in the order of the patterns, each once."""
     candidates = list(names)
     return list(dict.fromkeys(name for pattern in patterns for name in candidates if fnmatchcase(name, pattern)))

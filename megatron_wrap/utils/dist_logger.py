@@ -71,7 +71,7 @@ class _ConsoleStack:
 
     def __init__(self) -> None:
         self._levels: list[tuple[object, str]] = []
-        self._sink = self._default_sink = 0  # ids; 0: of loguru's initial sink on stderr
+        self._sink = self._default_sink = 0  # ids; 0: loguru's initial sink on stderr
         self._shown = ""  # level of the sink; empty: there is none
         self._removed_default = False
 

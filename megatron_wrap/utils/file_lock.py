@@ -1,4 +1,4 @@
-"""Locks between processes: for what one of them writes and the others read, and for the folders of a run."""
+"""Locks between processes: for files that one process writes and the others read, and for the folders of a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from megatron_wrap.utils.dist_logger import logger
 
 _SILENT_SECONDS = 5.0
-"""Of waiting, before it is logged."""
+"""Seconds of waiting after which the wait is logged."""
 
 
 @contextlib.contextmanager
 def locked(path: Path, doing: str) -> Iterator[None]:
-    """Hold a lock, and wait for it while another process does. A killed process holds none. On a file system without
+    """Hold a lock, and wait for it while another process does. A killed process holds no lock. On a file system without
     locks every process enters.
 
     Args:
@@ -41,7 +41,7 @@ def locked(path: Path, doing: str) -> Iterator[None]:
 
 
 class FolderInUse(Exception):
-    """Another process holds a folder; the message names it."""
+    """Another process holds a folder; the message names the process."""
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ class _JsonLinesFile:
         """Append `{"iteration": iteration, ...values}`.
 
         Raises:
-            OSError: it cannot be written; nothing of the line is in the file, so that later lines can follow.
+            OSError: the line cannot be written; nothing of it is in the file, so that later lines can follow.
         """
         if self._file is None:
             return
@@ -113,7 +113,7 @@ def _json_number(value: Any) -> int | float | None:
 
 
 def _remove_after(path: Path, iteration: int) -> set[str]:
-    """Rewrite `path` without later objects and invalid lines; returns the metric names present at `iteration`."""
+    """Rewrite `path` without later objects and invalid lines; returns the names of the metrics at `iteration`."""
     kept: list[bytes] = []
     known: set[str] = set()
     invalid = 0

@@ -1,4 +1,4 @@
-"""Errors of metric loggers: those that cannot start, which end the run, and those of a running one, which do not."""
+"""Errors of metric loggers: a logger that cannot start ends the run, an error of a running logger does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_wrap.errors import ConfigError, MegatronWrapError
 from megatron_wrap.utils.dist_logger import logger
 
 WRITABLE = "set megatron_wrap.logger.output_dir to a writable folder"
-"""What to do when a logger's first write fails."""
+"""Advice for the case that a logger's first write fails."""
 
 
 class ToleratedErrors:
@@ -21,7 +21,7 @@ class ToleratedErrors:
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Errors of the body are those of the logger `name`; a MegatronWrapError is raised."""
+        """A context whose errors count as errors of the logger `name`; a MegatronWrapError is raised."""
         try:
             yield
         except MegatronWrapError:

@@ -51,7 +51,7 @@ class MetricLoggerContext:
 
 
 MetricLoggerFactory = Callable[..., MetricLogger]
-"""Called as `factory(context, **options)` with the options from the YAML."""
+"""Function that creates a logger, called as `factory(context, **options)` with the options from the YAML."""
 
 MetricLoggerEntry: Registry[MetricLoggerFactory] = Registry(
     "metric logger",
@@ -68,11 +68,11 @@ class TensorBoardLogger:
     """Writes each metric as a scalar.
 
     Args:
-        folder: of the events; created if missing.
+        folder: folder of the events; created if missing.
         resume_from: iteration of the checkpoint from which the run resumes; TensorBoard discards later points. None: a
             new run; TensorBoard discards all points of earlier runs in this folder.
         log_interval: steps are written every `log_interval` iterations, evaluations always.
-        queue_size: largest number of points in memory; more are written.
+        queue_size: largest number of points in memory; further points are written.
 
     Raises:
         ConfigError: the tensorboard package is not installed, or the folder is not writable.
@@ -124,7 +124,7 @@ class MetricLoggers:
                 metric_logger.log(step, dict(metrics))
 
     def close(self) -> None:
-        """Close all loggers, even if one fails, which is a warning; a second call does nothing."""
+        """Close all loggers, even if one fails, which is logged as a warning; a second call does nothing."""
         loggers, self.loggers = self.loggers, []
         for metric_logger in loggers:
             with self._errors.of(_name(metric_logger)):

@@ -1,4 +1,4 @@
-"""Progress with the remaining time, by tqdm: of a run's steps on a terminal, of other long work anywhere."""
+"""Progress with the remaining time, by tqdm: of a run's steps on a terminal, and of other long work anywhere."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ def _has_terminal() -> bool:
 
 
 def _bar(**arguments: Any) -> "tqdm":
-    """A bar of tqdm without its thread, which a process that forks must not have."""
+    """A bar of tqdm without its monitor thread, which a process that forks must not have."""
     from tqdm import tqdm
 
     class Bar(tqdm):
@@ -73,7 +73,7 @@ class ProgressBar:
 
 
 class _LogLines:
-    """The file of a bar without a terminal: logs its lines."""
+    """A file that logs the lines of a bar without a terminal."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
@@ -83,7 +83,7 @@ class _LogLines:
             self._log(text.strip())
 
     def flush(self) -> None:
-        """There is nothing to flush."""
+        """Do nothing: lines are logged at once."""
 
 
 class WorkProgress(contextlib.AbstractContextManager["WorkProgress"]):
@@ -91,10 +91,10 @@ class WorkProgress(contextlib.AbstractContextManager["WorkProgress"]):
     a log line every 10 seconds.
 
     Args:
-        work: its name, such as "precompute".
-        total: of the units; None: it is not known, and neither is the remaining time.
-        unit: in the singular, such as "sample"; "B": bytes, shown with a prefix.
-        any_rank: the work is done by one rank, which may be another than rank 0 and logs it.
+        work: name of the work, such as "precompute".
+        total: number of units; None: it is not known, and neither is the remaining time.
+        unit: name of a unit in the singular, such as "sample"; "B": bytes, shown with a prefix.
+        any_rank: whether one rank, which may not be rank 0, does and logs the work.
     """
 
     def __init__(self, work: str, total: int | None, unit: str, any_rank: bool = False) -> None:
@@ -118,7 +118,7 @@ class WorkProgress(contextlib.AbstractContextManager["WorkProgress"]):
         )
 
     def advance(self, count: int = 1) -> None:
-        """Add units that are done."""
+        """Add a number of units that are done."""
         self._bar.update(count)
 
     def close(self) -> None:

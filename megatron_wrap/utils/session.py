@@ -1,7 +1,7 @@
 """All changes of a run to the process's logging, applied by `initialize()` or a command and reverted afterwards.
 
-Each of `_send_print_to_logger`, `_remove_root_handlers` and `_hide_warnings` applies one change and returns the
-function that reverts it and keeps what others have added since.
+Each of `_send_print_to_logger`, `_remove_root_handlers` and `_hide_warnings` applies one change. It returns the
+function that reverts the change and keeps later changes of others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def logger_session(
         ignore_warning: hide FutureWarning and UserWarning.
 
     Returns:
-        A context manager that reverts all changes at its end or in `close`, and keeps what others have added since.
+        A context manager that reverts all changes at its end or in `close`, and keeps later changes of others.
 
     Raises:
         ConfigError: unknown level; nothing is changed.

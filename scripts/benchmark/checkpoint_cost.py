@@ -28,14 +28,14 @@ from megatron_wrap.core import MegatronWrap, exit_on_user_error
 CONFIG = Path(__file__).with_name("overhead.yaml")
 VOCABULARY, SEQUENCE = 4096, 64
 STATE_BYTES = {"fp32": 12, "bf16": 14}
-"""Of a parameter: weight and two moments; with bf16 also the fp32 weight."""
+"""Dtype -> bytes of state per parameter: weight and two moments; with bf16 also the fp32 weight."""
 BARE, PLAIN, BACKGROUND = "save as torch's", "save", "asynchronous save"
 LOAD, UNVERIFIED = "load", "load without verification"
 CACHED, FROM_DISK = "cached", "from disk"
 
 
 def sizes(gib: float, dtype: str) -> list[str]:
-    """Overrides for a model whose state has about that size."""
+    """Overrides for a model whose state has about the given size."""
     hidden = 512 if gib < 0.5 else 1024 if gib < 4 else 2048
     per_layer = 4 * hidden**2 + 3 * hidden * 4 * hidden
     parameters = gib * 2**30 / STATE_BYTES[dtype] - 2 * VOCABULARY * hidden
@@ -47,7 +47,7 @@ def sizes(gib: float, dtype: str) -> list[str]:
 
 @contextlib.contextmanager
 def without_hashes() -> Iterator[None]:
-    """Plain saves write no SHA-256 of tensor files."""
+    """Make plain saves write no SHA-256 of tensor files."""
     from megatron_wrap.checkpoint import strategy
     from megatron_wrap.checkpoint.files import publish_and_prune
     from megatron_wrap.checkpoint.files.write_tensor_files import write_files
@@ -68,7 +68,7 @@ def without_hashes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_verification() -> Iterator[None]:
-    """Loads compare no tensor file with its SHA-256."""
+    """Make loads skip the comparison of tensor files with their SHA-256."""
     from megatron_wrap.checkpoint import save_load
 
     with mock.patch.object(save_load, "read_facts", return_value={}):
@@ -110,11 +110,11 @@ class Measurement:
         self.kind = file_system(folder)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.gib = 0.0
-        """Size of a checkpoint."""
+        """Size of a checkpoint in GiB."""
 
     def save(self, name: str, context: Callable[[], Any] = contextlib.nullcontext, background: Any = None) -> None:
-        """A save; the earlier checkpoint is removed before. With `background`, the time until it returns, and until
-        the checkpoint is published."""
+        """Make a save; the earlier checkpoint is removed before. With `background`, measure the time until it returns,
+        and until the checkpoint is published."""
         from megatron_wrap.checkpoint.save_load import save_checkpoint
 
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -128,7 +128,7 @@ class Measurement:
         self.gib = sum(path.stat().st_size for path in self._newest.iterdir()) / 2**30
 
     def load(self, kind: str, way: str) -> None:
-        """A load of the newest checkpoint."""
+        """Load the newest checkpoint."""
         from megatron_wrap.checkpoint.save_load import load_checkpoint
 
         if kind == FROM_DISK:
@@ -137,7 +137,8 @@ class Measurement:
             self._timed(f"{way}, {kind}", lambda: load_checkpoint(self._wrap.state, self._newest))
 
     def round(self, number: int) -> None:
-        """One of each; the order changes from round to round. In round 0 the first saves, which set up more."""
+        """Make each measurement once, in an order that changes from round to round; in round 0 the saves come first,
+        because they set up more."""
         if number == 0:
             self.save(f"first {PLAIN}")
             self.save(f"first {BACKGROUND}", background=self._background)
@@ -151,7 +152,7 @@ class Measurement:
                 self.load(kind, way)
 
     def ratios(self) -> dict[str, list[float]]:
-        """Ratios of each round."""
+        """Ratios of the times within each round."""
         pairs = {"hashing: save / torch's": (PLAIN, BARE), "hold-up: asynchronous / plain save": (BACKGROUND, PLAIN)}
         for kind in (CACHED, FROM_DISK):
             pairs[f"verification, {kind}: load / without"] = (f"{LOAD}, {kind}", f"{UNVERIFIED}, {kind}")
@@ -187,7 +188,7 @@ class Measurement:
 
 
 def measure(wrap: Any, folders: list[Path], end: float, rounds: int) -> list[Measurement]:
-    """All rounds, or those that the limit allows."""
+    """Make all rounds, or as many as the limit allows."""
     from megatron_wrap.checkpoint.background import BackgroundSaves
 
     background = BackgroundSaves(wrap.platform.device, lambda: None)

@@ -95,7 +95,7 @@ def read_tasks(jobs: Mapping[str, Namespace], device: str, world_size: int) -> t
 
 
 def read_task(job: Namespace, device: str, world_size: int) -> Task:
-    """The task of a preset or of a run's YAML."""
+    """The task of a preset, or of a run's YAML."""
     preset = PRESETS.get(job.preset)
     path = str(HERE / preset.config if preset else Path(job.preset).resolve())  # a --tree has another working directory
     settings = (f"megatron_wrap.init.platform={device}", "megatron_wrap.logger.progress_bar=false")
@@ -104,7 +104,7 @@ def read_task(job: Namespace, device: str, world_size: int) -> Task:
 
 
 def description(device: str, world_size: int) -> dict[str, Any]:
-    """Where, when and with what a comparison runs."""
+    """Date, hardware, versions and command of a comparison."""
     if device == "cuda":
         hardware = f"{world_size} x {torch.cuda.get_device_name(0)}"
     else:
@@ -124,7 +124,7 @@ def description(device: str, world_size: int) -> dict[str, Any]:
 
 
 def write(results: Mapping[str, Any], output: Path) -> None:
-    """compare.json and compare.md; prints the tables."""
+    """Write compare.json and compare.md, and print the tables."""
     (output / "compare.json").write_text(json.dumps(results, indent=1) + "\n")
     text = markdown(results)
     (output / "compare.md").write_text(text)

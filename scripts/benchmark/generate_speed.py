@@ -14,7 +14,8 @@ from megatron_wrap.core import MegatronWrap, exit_on_user_error
 
 
 def main() -> None:
-    """`--prompts` rows in one batch, each of `--longest` tokens, then of 1/16 of that up to it."""
+    """Measure a batch of `--prompts` rows of `--longest` tokens each, then one of lengths from 1/16 of that up to
+    it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")

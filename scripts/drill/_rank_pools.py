@@ -1,4 +1,4 @@
-"""Ranks that a drill keeps from trial to trial."""
+"""Pools of ranks that a drill keeps from trial to trial."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RankPools:
 
     @contextlib.contextmanager
     def of(self, ranks: int) -> Iterator[RankPool]:
-        """The pool of so many ranks. An error closes it, so the next trial gets a new one."""
+        """The pool of this number of ranks. An error closes it, so the next trial gets a new one."""
         pool = self._pools.pop(ranks, None) or RankPool(ranks, timeout_seconds=120)
         yield pool
         self._pools[ranks] = pool

@@ -20,11 +20,11 @@ from typing import Any
 from megatron_wrap.utils.pools.processes import end_with_parent
 
 WRONG = "wrong"
-"""Outcome of a trial that failed."""
+"""Outcome of a failed trial."""
 Result = dict[str, Any]
-"""Of one trial: `kind` (its row of the table), `outcome` (its column), and what else is recorded."""
+"""Result of a trial: `kind` (its row of the table), `outcome` (its column), and further records."""
 Worker = Callable[[Path], contextlib.AbstractContextManager[Callable[[str], Result]]]
-"""Makes, in a process of its own and given a folder of its own, the function that performs the trial of a name."""
+"""Function of a folder that makes, in its own process, the function that performs the trial of a name."""
 
 
 def parser(description: str, count: int, trials: str) -> argparse.ArgumentParser:
@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace, names: Sequence[str], worker: Worker, scr
     """Perform the trials that the file of results does not have; returns all results of `names`.
 
     Args:
-        names: of the trials; together with the seed a name determines a trial.
-        scratch: folder of this call.
+        names: names of the trials; a name and the seed together determine a trial.
+        scratch: folder for the files of this call.
     """
     file = (arguments.results or scratch / "results.jsonl").absolute()
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace, names: Sequence[str], worker: Worker, scr
 def _work(
     missing: Sequence[str], counter: Any, end: float, worker: Worker, folder: Path, file: Path, seed: int
 ) -> None:
-    """Perform trials until none is left, and not longer than the drill lives."""
+    """Perform trials until none is left, or until the drill has ended."""
     end_with_parent(signal.SIGKILL)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2)
@@ -102,7 +102,7 @@ def _work(
 
 
 def _results(file: Path, seed: int) -> dict[str, Result]:
-    """Trial -> result, of this seed."""
+    """Trial -> result, for this seed."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     results = []
     for line in lines:
@@ -153,7 +153,7 @@ def main(
     Args:
         trials: the option's help.
         worker: a `Worker` that is also given the seed.
-        names: of all trials there are; None: "trial 0", "trial 1" and so on.
+        names: names of all trials; None: "trial 0", "trial 1" and so on.
         count: default of --count; 0: all `names`.
     """
     arguments = parser(description, count or len(names or ()), trials).parse_args()

@@ -40,7 +40,7 @@ NAMED = {
     "backward": f"the gradient from the backward pass of {bad.MODULE};",
     "weight": "",
 }
-"""Where the bad value comes from -> what the error calls it."""
+"""Origin of the bad value -> its description in the error."""
 CASES = [
     *(f"stop {kind}" for kind in NAMED),
     *(f"stop {kind} inf" for kind in ("activation", "backward", "weight")),
@@ -55,13 +55,14 @@ RIGHT = "right"
 
 
 def bad_sample(layout: str) -> str:
-    """Where the bad sample is: in the third micro-batch of two, or in the second of replica 0."""
+    """Description of the bad sample's position: the third micro-batch, or on two replicas the second one of replica
+    0."""
     micro_batch = "micro-batch 1 of 2 of replica 0" if layout.startswith("dp2") else "micro-batch 2 of 4"
     return f"{micro_batch}, sample {bad.BAD} of a batch of 8"
 
 
 def of_stop(run: Callable[..., list[Any]], layout: str, overrides: Sequence[str], kind: str) -> list[str]:
-    """What is wrong about a step that is refused."""
+    """Mistakes of a step that is refused; empty: none."""
     results = run(bad.refused, overrides, (kind,))
     errors = [result["errors"][0] for result in results]
     name = kind.partition(" ")[0]
@@ -75,7 +76,7 @@ def of_stop(run: Callable[..., list[Any]], layout: str, overrides: Sequence[str]
 
 
 def of_spike(run: Callable[..., list[Any]], layout: str, overrides: Sequence[str]) -> list[str]:
-    """What is wrong about a spike after nine losses, which becomes the tenth, and another one."""
+    """Mistakes of a run with a spike after nine losses, which becomes the tenth, and a further spike; empty: none."""
     keys = ("megatron_wrap.bad_steps.spike_threshold=20", "megatron_wrap.bad_steps.spike_window=10")
     more = ("megatron_lm.train.common.train_iters=30", *overrides)
     results = run(bad.in_a_row, (*keys, *more), ("",) * 9 + ("spike", "spike", ""))
@@ -88,7 +89,7 @@ def of_spike(run: Callable[..., list[Any]], layout: str, overrides: Sequence[str
 
 
 def of_skip(run: Callable[..., list[Any]], overrides: Sequence[str]) -> list[str]:
-    """What is wrong about two skipped steps between two good ones."""
+    """Mistakes of a run with two skipped steps between two good ones; empty: none."""
     wrong = []
     for result in run(bad.skipped, overrides, ("loss", "gradient")):
         counts = [(step["bad_steps"], step["skipped_iterations"]) for step in result["metrics"]]
@@ -98,7 +99,7 @@ def of_skip(run: Callable[..., list[Any]], overrides: Sequence[str]) -> list[str
 
 
 def of_rollback(run: Callable[..., list[Any]], overrides: Sequence[str], folder: Path) -> list[str]:
-    """What is wrong about a run that goes back to its checkpoint, and one that is resumed afterwards."""
+    """Mistakes of a run that goes back to its checkpoint, and of one that is resumed afterwards; empty: none."""
     wrong = []
     for result in run(bad.rolled_back, overrides, str(folder), ("whole", "resumed", "without")):
         for name in ("whole", "resumed"):

@@ -48,7 +48,7 @@ def drill(count: int, seed: int, scratch: Path) -> list[str]:
     failures = (
         [] if loss < 0.6 * entropy else [f"validation loss {loss}, not below 60% of the unigram entropy {entropy}"]
     )
-    _, first, *_, last = summary["parse_rate_by_iteration"].values()  # the very first: random weights
+    _, first, *_, last = summary["parse_rate_by_iteration"].values()  # the first evaluation: random weights
     if last < first + 0.1:
         failures.append(f"{last:.0%} of the completions are Python, {first:.0%} were at the first evaluation")
     return failures

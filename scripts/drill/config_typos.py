@@ -43,7 +43,7 @@ class Run:
     """Section with a selection -> the selected name."""
     names: dict[str, list[str]]
     valid: frozenset[str]
-    """No typo is one of these."""
+    """Valid names, which are never used as typos."""
 
 
 def read(config: Path) -> Run:

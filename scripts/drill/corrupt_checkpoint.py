@@ -38,14 +38,14 @@ KINDS = ("bit", "noise", "zeros", "cut", "emptied", "longer", "deleted", "exchan
 SAVES = {"plain": (), "asynchronous": ("megatron_wrap.checkpoint.async_save=true",)}
 TRACKER, NEWEST, BEFORE = "latest_checkpointed_iteration.txt", "iter_0000002", "iter_0000001"
 TRACKERS = (b"", b"7", b"x" * 64, b"\xff\xfe", b"-1", b"2" * 400, b"release", b"0000002x", b"1")
-"""The last one is old, as if it had been set back by hand."""
+"""Contents of damaged trackers. The last one is an old iteration, as if it had been set back by hand."""
 _LOCKED = shutil.ignore_patterns(".run.lock")
 States = dict[str, list[Any]]
 """Checkpoint -> its digest on each process."""
 
 
 def resume(folder: Path) -> str:
-    """Iteration and digest of the resumed state, or the message of the refusal."""
+    """Resume the run; returns iteration and digest of the state, or the message of the refusal."""
     from megatron_wrap.errors import CheckpointError
 
     try:
@@ -71,7 +71,7 @@ def saved(scratch: Path) -> dict[str, States]:
 
 
 def _copy(source: Path, target: Path) -> Path:
-    """A copy with hard links, but none of the file that a run locks."""
+    """Copy a folder with hard links, without the file that a run locks."""
     return Path(shutil.copytree(source, target, ignore=_LOCKED, copy_function=os.link))
 
 
@@ -162,7 +162,7 @@ def drill(arguments: argparse.Namespace, scratch: Path) -> int:
 
 
 def main() -> int:
-    """Returns 0 if all damages were detected, and all whole checkpoints loaded."""
+    """Run the drill; returns 0 if all damages were detected, and all whole checkpoints loaded."""
     parser = _trials.parser(__doc__ or "", 200, "damaged copies")
     parser.add_argument("--clean", type=int, default=0, help="loads of whole copies")
     arguments = parser.parse_args()

@@ -52,7 +52,8 @@ def _mount(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def full(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]:
-    """The disk has less room than a checkpoint; half of the times the run cannot know that beforehand."""
+    """Fault in which the disk has less room than a checkpoint; in half of the trials the run cannot know that
+    beforehand."""
     needed = sum(path.stat().st_size for path in (disk / "run/iter_0000001").iterdir())
     room, ballast = int(generator.uniform(0, 0.95) * needed), disk / "ballast"
     with ballast.open("wb") as file:
@@ -68,7 +69,7 @@ def full(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_only(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]:
-    """Nothing can be written to the disk, except to files that are open, such as the run's lock."""
+    """Fault in which nothing can be written to the disk, except to files that are open, such as the run's lock."""
     _mount("--bind", str(disk), str(disk))
     _mount("-o", "remount,bind,ro", str(disk))
     yield
@@ -77,8 +78,8 @@ def read_only(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]
 
 @contextlib.contextmanager
 def slow(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]:
-    """Writes of a plain save and the flush at their end take long; the process that writes asynchronous ones stands
-    still for nine tenths of the time."""
+    """Fault in which the writes of a plain save and the flush at their end take long; the process that writes
+    asynchronous saves is stopped for nine tenths of the time."""
     file_class = write_tensor_files._HashedFile
     seconds, write, finish = generator.uniform(0.05, 0.3), file_class.write, file_class.finish
 
@@ -100,7 +101,7 @@ def slow(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]:
 
 
 def _hinder(background: Any, ends: threading.Event) -> None:
-    """Stop the process that writes, again and again."""
+    """Stop the process that writes, repeatedly."""
     while background is not None and not ends.wait(0.01):
         process = background.writer_process
         if process is not None:
@@ -115,7 +116,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 
 def step_and_save(wrap: Any) -> str:
-    """Train a step and save; the message of a CheckpointError."""
+    """Train a step and save; returns the message of a CheckpointError, if any."""
     at = wrap.iteration * runs.BATCH
     wrap.train(runs.samples()[at : at + runs.BATCH])
     try:
@@ -127,7 +128,7 @@ def step_and_save(wrap: Any) -> str:
 
 
 def local_trial(fault: str, save: str, generator: random.Random, folder: Path) -> list[str]:
-    """A trial on a disk of its own; returns what was wrong."""
+    """Perform a trial on a disk of its own; returns its mistakes."""
     disk = folder / "disk"
     disk.mkdir()
     _mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(disk))
@@ -156,7 +157,7 @@ def local_trial(fault: str, save: str, generator: random.Random, folder: Path) -
 
 
 def store_trial(save: str, generator: random.Random, folder: Path) -> list[str]:
-    """A trial with an object store; returns what was wrong."""
+    """Perform a trial with an object store; returns its mistakes."""
     from _object_store import object_store
 
     url, wrong = "s3://runs/drill", []
@@ -209,7 +210,7 @@ def worker(folder: Path, seed: int) -> Iterator[Callable[[str], _trials.Result]]
 
 
 def run_trial(fault: str, save: str, seed: str, folder: str) -> None:
-    """Print what was wrong in a trial, as JSON."""
+    """Print the mistakes of a trial, as JSON."""
     generator = random.Random(seed)
     if fault == DROPPED:
         print(json.dumps(store_trial(save, generator, Path(folder))))

@@ -73,20 +73,20 @@ def kinds(generator: random.Random) -> dict[str, str]:
 
 
 def parts(name: str, value: str) -> list[str]:
-    """What must not be found: the value; of a URL its password, of a key its lines."""
+    """The parts of a secret that must not be found: the value; of a URL its password, of a key its lines."""
     if name == "judge_url":
         return [value.split(":")[2].split("@")[0]]
     return value.strip().split("\n")[1:-1] if "BEGIN" in value else [value]
 
 
 def forms(part: str) -> list[bytes]:
-    """The part as it may be written."""
+    """The forms in which the part may be written."""
     encoded = [base64.b64encode(part.encode()), json.dumps(part)[1:-1].encode()]
     return [part.encode(), *encoded]
 
 
 def train(folder: Path, overrides: list[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """A run of `megatron-wrap train`."""
+    """Run `megatron-wrap train`."""
     command = [sys.executable, "-m", "megatron_wrap.cli.main", "train", "run.yaml", *overrides]
     return _called(command, folder, environment)
 
@@ -98,7 +98,7 @@ def _called(command: list[str], folder: Path, environment: Mapping[str, str]) ->
 
 
 def write_inputs(folder: Path, options: Mapping[str, str], variables: list[str]) -> None:
-    """The run's YAML, its flow and its data."""
+    """Write the run's YAML, its flow and its data."""
     content = yaml.safe_load((ROOT / "configs/tiny-llama-mock.yaml").read_text(encoding="utf-8"))
     content["megatron_lm"]["train"]["common"] |= {"train_iters": 4, "save": "out/checkpoints", "save_interval": 2}
     content["megatron_wrap"] = {

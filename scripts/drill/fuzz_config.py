@@ -30,7 +30,7 @@ CHARACTERS = "\n\t :-#[]{}&*!|>'\"%@`,?\\\x00éa0_."
 
 
 def edited(config: Path, folder: Path, keys: list[str], generator: random.Random) -> tuple[Path, list[str], str]:
-    """(YAML, overrides, kind of the edit)."""
+    """(YAML, overrides, kind) of a random edit."""
     kind = generator.choice(("value", "value", "key", "text"))
     if kind == "text":
         text = list(config.read_text(encoding="utf-8"))

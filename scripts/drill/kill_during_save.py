@@ -38,10 +38,10 @@ from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.testing.pools import import_for_ranks
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.fork", "os.listdir", "os.scandir")
-"""Audit events of Python around which the disk changes; each is a moment to die at."""
+"""Audit events of Python around which the disk changes; a process may be killed at each of them."""
 STEPS, INTERVAL = 12, 3
 LAYOUTS = {1: (), 2: runs.DISTRIBUTED, 4: (*runs.TP2, *runs.DISTRIBUTED)}
-"""Processes -> overrides."""
+"""Number of processes -> overrides."""
 SAVES = {"plain": (), "asynchronous": ("megatron_wrap.checkpoint.async_save=true",)}
 MOMENTS = ("any moment", "event of a save", "time in a save")
 LIMIT_SECONDS, SURVIVOR_SECONDS, TRIES = 120, 15, 5
@@ -49,18 +49,18 @@ LIMIT_SECONDS, SURVIVOR_SECONDS, TRIES = 120, 15, 5
 
 @dataclass(frozen=True)
 class Kill:
-    """When a run is killed, and what of it."""
+    """Moment at which a run is killed, and the processes that are killed."""
 
     moment: str
     victim: str
-    """`all`, `one` or `writer`."""
+    """Processes that are killed: `all`, `one` or `writer`."""
     rank: int
-    """The one."""
+    """Rank of the process that is killed with `one`."""
     step: int
-    """Step after which (any moment), or save after whose begin (time in a save), the time starts."""
+    """Step after which (any moment), or number of the save after whose begin (time in a save), `seconds` starts."""
     seconds: float
     event: int
-    """Number of the event of a save."""
+    """Number of the audit event within a save at which the process is killed."""
 
 
 class Moments:
@@ -129,8 +129,8 @@ class Life:
     """The processes of one run, in a process group of their own.
 
     Args:
-        folder: with the checkpoints and the journals `NAME_RANK`.
-        kill: None: it is not killed.
+        folder: folder with the checkpoints and the journals `NAME_RANK`.
+        kill: the kill; None: the run is not killed.
     """
 
     def __init__(self, folder: Path, name: str, ranks: int, save: str, kill: Kill | None = None) -> None:
@@ -159,7 +159,7 @@ class Life:
         listener.close()
 
     def entries(self, kind: str, rank: int = 0) -> list[list[str]]:
-        """The lines of a journal that begin with the word, without it."""
+        """The rest of each line of a journal that begins with the word."""
         with contextlib.suppress(OSError):
             lines = self.journals[rank].read_text().split("\n")[:-1]
             return [line.split()[1:] for line in lines if line.split()[0] == kind]
@@ -175,7 +175,7 @@ class Life:
         return len(self.alive) < len(self.ranks)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = LIMIT_SECONDS) -> bool:
-        """Wait for the condition or the end of a process; whether the condition holds."""
+        """Wait for the condition or the end of a process; returns whether the condition holds."""
         end = time.monotonic() + seconds
         while not condition():
             if self.died() or time.monotonic() > end:
@@ -184,7 +184,7 @@ class Life:
         return True
 
     def end(self) -> bool:
-        """Wait for the end, which comes soon if a process was killed; whether all processes ended well.
+        """Wait for the end, which comes soon if a process was killed; returns whether all processes ended well.
 
         Raises:
             TimeoutError: no process ended.
@@ -214,9 +214,9 @@ class Unbroken:
     losses: dict[str, str]
     """Step -> loss."""
     states: list[dict[str, str]]
-    """Of each rank: iteration -> digest."""
+    """Iteration -> digest of the state, for each rank."""
     events: list[int]
-    """Of each rank: events in saves."""
+    """Number of events in saves, for each rank."""
     save_seconds: float
     step_seconds: float
 
@@ -261,7 +261,7 @@ def choose(generator: random.Random, moment: str, ranks: int, save: str, referen
 
 
 def strike(life: Life, kill: Kill) -> bool:
-    """Wait for the moment and kill; False: the run ended before it."""
+    """Wait for the moment and kill; returns False if the run ended before it."""
     if kill.moment != MOMENTS[1]:
         word = "saves" if kill.moment == MOMENTS[2] else "step"
         if kill.step and not life.wait_until(lambda: [str(kill.step)] in [line[:1] for line in life.entries(word)]):
@@ -310,7 +310,7 @@ def trial(name: str, seed: int, references: dict[tuple[int, str], Unbroken], fol
     begun = [int(line[0]) for line in first.entries("saves")]
     done = [int(line[0]) for line in first.entries("saved")] if save == "plain" else [store.latest() or 0]
     last_begun, last_done = max(begun, default=0), max(done, default=0)
-    returned = max([int(line[0]) for line in first.entries("saved")], default=0)  # of an asynchronous save: was copied
+    returned = max([int(line[0]) for line in first.entries("saved")], default=0)  # an asynchronous save: copied
     second = Life(folder, "second", ranks, save)
     wrong = [] if second.end() else ["the second run failed"]
     wrong += differences([first, second], reference)
@@ -326,7 +326,7 @@ def trial(name: str, seed: int, references: dict[tuple[int, str], Unbroken], fol
 
 
 def differences(lives: list[Life], reference: Unbroken) -> list[str]:
-    """What a run has that the run without kills has not."""
+    """Differences between a run and the run without kills."""
     wrong = []
     for rank, states in enumerate(reference.states):
         for life in lives:
@@ -363,7 +363,7 @@ def drill(arguments: argparse.Namespace, scratch: Path) -> int:
 
 
 def main() -> int:
-    """Returns 0 if each killed run was continued as if it had not been killed."""
+    """Run the drill; returns 0 if each killed run continued as if it had not been killed."""
     return _trials.in_scratch(partial(drill, _trials.parser(__doc__ or "", 30, "runs to kill").parse_args()))
 
 

@@ -32,7 +32,7 @@ from _counted import run
 
 LIMIT_SECONDS = 30
 LIMIT_BYTES = 8 << 30
-"""Of memory that a trial may allocate."""
+"""Largest number of bytes of memory that a trial may allocate."""
 
 RUN = """\
 megatron_lm:
@@ -120,7 +120,7 @@ def other_bytes(content: bytes, generator: random.Random) -> bytes:
 
 
 def damage_json(path: Path, generator: random.Random) -> None:
-    """Another value, other bytes or another text."""
+    """Damage a JSON file by another value, other bytes or another text."""
     kind = generator.random()
     if kind < 0.7:
         path.write_text(json.dumps(other_value(json.loads(path.read_text("utf-8")), generator)), encoding="utf-8")
@@ -131,7 +131,7 @@ def damage_json(path: Path, generator: random.Random) -> None:
 
 
 def damage_special(path: Path, generator: random.Random) -> None:
-    """A pipe, a folder or a link instead of a file, or a huge file without content."""
+    """Replace a file by a pipe, a folder, a link, or a huge file without content."""
     path.unlink()
     kind = generator.choice(("pipe", "folder", "nowhere", "itself", "device", "huge", "unreadable"))
     if kind == "pipe":
@@ -146,7 +146,7 @@ def damage_special(path: Path, generator: random.Random) -> None:
 
 
 def damage_yaml(folder: Path, generator: random.Random) -> str:
-    """The run's YAML."""
+    """Damage the run's YAML."""
     path = folder / "run.yaml"
     kind = generator.randrange(5)
     if kind == 0:
@@ -165,7 +165,7 @@ def damage_yaml(folder: Path, generator: random.Random) -> str:
 
 
 def damage_rows(folder: Path, generator: random.Random) -> str:
-    """The JSON lines."""
+    """Damage the JSON lines."""
     path = folder / "rows.jsonl"
     if generator.random() < 0.1:
         damage_special(path, generator)
@@ -182,7 +182,7 @@ def damage_rows(folder: Path, generator: random.Random) -> str:
 
 
 def damage_table(folder: Path, generator: random.Random) -> str:
-    """The rows as another file: compressed, one JSON array, parquet or Arrow."""
+    """Damage the rows as another kind of file: compressed, one JSON array, parquet or Arrow."""
     import pyarrow
     import pyarrow.parquet
 
@@ -211,7 +211,7 @@ def damage_table(folder: Path, generator: random.Random) -> str:
 
 
 def damage_tokenizer(folder: Path, generator: random.Random) -> str:
-    """The tokenizer's files, or its chat template."""
+    """Damage the tokenizer's files, or its chat template."""
     paths = sorted((folder / "tokenizer").iterdir())
     path = generator.choice(paths)
     kind = generator.random()
@@ -227,14 +227,14 @@ def damage_tokenizer(folder: Path, generator: random.Random) -> str:
 
 
 def damage_config(folder: Path, generator: random.Random) -> str:
-    """config.json or generation_config.json of the model."""
+    """Damage config.json or generation_config.json of the model."""
     path = folder / "model" / generator.choice(("config.json", "config.json", "generation_config.json"))
     (damage_special if generator.random() < 0.1 else damage_json)(path, generator)
     return "check"
 
 
 def damage_weights(folder: Path, generator: random.Random) -> str:
-    """A safetensors file's header or data, or the index."""
+    """Damage a safetensors file's header or data, or the index."""
     index, *shards = sorted((folder / "model").glob("*.safetensors*"), key=lambda path: path.suffix != ".json")
     path = generator.choice((index, *shards))
     if generator.random() < 0.15:
@@ -247,7 +247,7 @@ def damage_weights(folder: Path, generator: random.Random) -> str:
 
 
 def damage_header(path: Path, generator: random.Random) -> None:
-    """Other values in the header of a safetensors file, another length of it, or other bytes."""
+    """Damage the header of a safetensors file by other values, another length, or other bytes."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + length], content[8 + length :]
@@ -270,7 +270,7 @@ def damage_header(path: Path, generator: random.Random) -> None:
 
 
 def damage_adapter(folder: Path, generator: random.Random) -> str:
-    """adapter_config.json or adapter_model.safetensors of a peft folder."""
+    """Damage adapter_config.json or adapter_model.safetensors of a peft folder."""
     config, weights = folder / "adapter" / "adapter_config.json", folder / "adapter" / "adapter_model.safetensors"
     path = generator.choice((config, config, weights))
     if generator.random() < 0.15:
@@ -289,11 +289,11 @@ DAMAGE: dict[str, Callable[[Path, random.Random], str]] = {
     "weights": damage_weights,
     "adapter": damage_adapter,
 }
-"""Kind of the file -> damages it in a folder, and returns what reads it."""
+"""Kind of file -> function that damages it in a folder, and returns the name of its reader."""
 
 
 def write_run(folder: Path) -> None:
-    """The undamaged files."""
+    """Write the undamaged files."""
     from peft import LoraConfig, get_peft_model
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -321,7 +321,7 @@ def write_run(folder: Path) -> None:
 
 
 def read_input(reader: str) -> str:
-    """Read the run in the working directory; returns read or refused.
+    """Read the run in the working directory; returns "read" or "refused".
 
     Raises:
         Exception: a failure, unless it is a `MegatronWrapError`.
@@ -343,7 +343,7 @@ def read_input(reader: str) -> str:
 
 
 def read_tensors() -> None:
-    """Every tensor that a model loads."""
+    """Read every tensor that a model loads."""
     from megatron_wrap.bridge.loading.hf_path import starting_weights
     from megatron_wrap.config import load_run_config
     from megatron_wrap.config.checks.run import check_values
@@ -357,7 +357,7 @@ def read_tensors() -> None:
 
 
 def read_rows(path: str) -> None:
-    """The rows of a file that are not skipped, by random access and as a stream."""
+    """Read the rows of a file that are not skipped, by random access and as a stream."""
     from megatron_wrap.config.schema.sources import SourceConfig
     from megatron_wrap.data.chat.encode import encode_sample
     from megatron_wrap.data.chat.tokenizer import load_tokenizer
@@ -374,7 +374,7 @@ def read_rows(path: str) -> None:
 
 
 def read_adapter() -> None:
-    """The check of a run that starts from an adapter, with the keys of that adapter, and its tensors."""
+    """Check a run that starts from an adapter, with the keys of that adapter, and read its tensors."""
     from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
     from megatron_wrap.bridge.loading.adapter_folder import adapter_base, adapter_keys
     from megatron_wrap.config import load_run_config
@@ -392,7 +392,7 @@ def read_adapter() -> None:
 
 
 def serve(pipe: Connection, good: Path, scratch: Path) -> None:
-    """Run the trials whose seeds arrive; answers (kind, reader), then (outcome, details)."""
+    """Run the trials whose seeds arrive; sends (kind, reader), then (outcome, details)."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_DATA, (used + LIMIT_BYTES, used + LIMIT_BYTES))
     while True:
@@ -427,7 +427,7 @@ class Process:
         self._start()
 
     def trial(self, seed: int) -> tuple[str, str, str, str]:
-        """Kind, reader, outcome (read, refused, traceback or hang) and details."""
+        """Run a trial; returns kind, reader, outcome (read, refused, traceback or hang) and details."""
         kind = reader = "?"
         try:
             self._pipe.send(seed)

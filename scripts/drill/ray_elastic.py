@@ -35,13 +35,13 @@ STEPS, REMOVED, ADDED = 18, 7, 13
 LIMIT = 1e-6
 FURTHER = ["megatron_lm.train.learning-rate.lr=1e-4"]
 Steps = dict[int, list[Any]]
-"""Of `_ray_runs.steps_of`."""
+"""Steps of a run, the result of `_ray_runs.steps_of`."""
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 
 
 @contextlib.contextmanager
 def worker(folder: Path, seed: int) -> Iterator[object]:
-    """A cluster of this job, and the unbroken run."""
+    """Start a cluster for this job, and train the unbroken run."""
     _checkpoint_runs.in_new_processes(4, runs.without_ray, folder / "unbroken", STEPS, FURTHER)
     unbroken = runs.steps_of(folder / "unbroken" / "journal")
     warnings.simplefilter("ignore")
@@ -72,7 +72,7 @@ def worker(folder: Path, seed: int) -> Iterator[object]:
 
 
 def _elastic(home: Path, cluster: Any, nodes: list[Any]) -> None:
-    """The run; `nodes` are those that the cluster has at its end."""
+    """Train the elastic run; `nodes` are the nodes that the cluster has at its end."""
     import ray.train
 
     from megatron_wrap.launch.ray import trainer
@@ -122,7 +122,7 @@ def _judged(home: Path, unbroken: Steps) -> _trials.Result:
 
 
 def _without_ray(size: int, folder: Path, begins: list[tuple[Path, int]]) -> Steps:
-    """The steps of so many ranks from checkpoints; see `_ray_runs.from_checkpoints`."""
+    """Steps of this number of ranks from checkpoints; see `_ray_runs.from_checkpoints`."""
     _checkpoint_runs.in_new_processes(size, runs.from_checkpoints, folder, begins, STEPS, FURTHER)
     return runs.steps_of(folder / "journal")
 

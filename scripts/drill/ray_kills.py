@@ -26,7 +26,7 @@ STEPS = 12
 
 @contextlib.contextmanager
 def worker(folder: Path, seed: int) -> Iterator[object]:
-    """A cluster of this job, and the run without kills."""
+    """Start a cluster for this job, and train the run without kills."""
     _checkpoint_runs.in_new_processes(2, runs.without_ray, folder / "unbroken", STEPS)
     unbroken = runs.steps_of(folder / "unbroken" / "journal")
     warnings.simplefilter("ignore")

@@ -45,7 +45,7 @@ LAYOUTS = {
     "cp2": (2, runs.CP2),
     "tp2-sp-pp2": (4, (*runs.TP2, *runs.PP2)),
 }
-"""Processes and overrides; a mixture of experts has its experts on two ranks in dp2-distributed."""
+"""Layout -> (number of processes, overrides); a mixture of experts has its experts on two ranks in dp2-distributed."""
 TRIALS = [
     f"{flow} {list(LAYOUTS)[(number + shift) % len(LAYOUTS)]}"
     for shift in range(len(LAYOUTS))
@@ -72,7 +72,7 @@ def _tokens(count: int) -> list[dict[str, list[int]]]:
 
 
 def train(folder: str, flow: str, overrides: tuple[str, ...], saves: bool) -> list[tuple[str, ...]]:
-    """The state at the start and after each step, with its loss and gradient norm, on one rank."""
+    """Train on one rank; returns the state at the start and after each step, with its loss and gradient norm."""
     with runs.started(folder, overrides) as wrap:
         taken: list[tuple[str, ...]] = [(runs.state_digest(wrap),)]
         for batch in batches(flow, wrap):
@@ -106,10 +106,10 @@ def worker(folder: Path, seed: int) -> Iterator[Callable[[str], _trials.Result]]
 
 
 def differences(pool: RankPool, folder: Path, flow: str, overrides: tuple[str, ...]) -> list[str]:
-    """Where the runs that begin at each checkpoint of the unbroken run differ from it."""
+    """Differences between the unbroken run and the runs that begin at each of its checkpoints."""
     whole, begun = folder / "whole", folder / "begun"
     for path in (whole, begun):
-        shutil.rmtree(path, ignore_errors=True)  # of the trial before
+        shutil.rmtree(path, ignore_errors=True)  # left by the previous trial
     unbroken = pool.run(train, str(whole), flow, overrides, True)
     wrong = [] if len(unbroken[0]) == STEPS + 1 else [f"the unbroken run took {len(unbroken[0]) - 1} steps"]
     for step in range(1, STEPS):

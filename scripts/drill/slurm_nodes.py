@@ -27,7 +27,8 @@ SCRIPT = ROOT / "tests" / "distributed" / "_slurm_script.py"
 
 
 def trial(cluster: _slurm.Cluster, folder: Path, node: str) -> str:
-    """Run one job, and kill the node while it waits after iteration 4; returns what its log has last."""
+    """Run one job, and kill the node while the job waits after iteration 4; returns the exit code and the last line of
+    its output, or an empty text if it succeeded."""
     command = [sys.executable, "-m", "megatron_wrap.cli.main"]
     path = os.pathsep.join([str(ROOT), str(SCRIPT.parent)])
     environment = {**os.environ, **cluster.environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

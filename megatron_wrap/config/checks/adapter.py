@@ -8,7 +8,7 @@ from megatron_wrap.config.schema.run import RunConfig
 
 
 def check_adapter(config: RunConfig) -> None:
-    """Check `megatron_wrap.adapter`, and what the run needs of it.
+    """Check `megatron_wrap.adapter`, and the requirements of an adapter on the rest of the run.
 
     Raises:
         ConfigError: values that contradict each other or are not supported together.
@@ -60,13 +60,13 @@ def _check_quantized(config: RunConfig) -> None:
 
 
 def _check_experts(config: RunConfig) -> None:
-    """Refuse what adapters of experts do not support, in peft either."""
+    """Refuse settings that adapters of experts do not support; peft does not support them either."""
     arch = config.arch
     if config.adapter.lora_dropout:
         rule = "target_parameters cannot drop an adapter's inputs, as in peft; write 0.0"
         refuse(config, ["adapter.target_parameters", "adapter.lora_dropout"], rule)
     if all(entry.endswith(".weight") for entry in config.adapter.target_parameters):
-        return  # of linear layers
+        return  # only linear layers have adapters
     if arch.experts_impl not in ("auto", "grouped_mm") or arch.moe_grouped_gemm is not None:
         key = "arch.moe_grouped_gemm" if arch.moe_grouped_gemm is not None else "arch.experts_impl"
         rule = "adapters of experts are computed in grouped products; set experts_impl to grouped_mm"

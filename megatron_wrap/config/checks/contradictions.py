@@ -1,5 +1,5 @@
 """Pairs of keys that contradict each other, in one table: a key that needs a value of another key, without which it has
-no effect or does not work. Computed contradictions, and those of more keys, are in the files of the sections beside it.
+no effect or does not work. Computed contradictions, and those of more keys, are in the files of the sections.
 """
 
 from collections.abc import Mapping
@@ -21,16 +21,17 @@ class Need:
     key: str
     other: str
     values: Range | tuple[Any, ...] = ()
-    """Empty: any but null."""
+    """Allowed values of `other`; empty: any value but null."""
     when: Any = None
-    """The value, or the range of values, of `key` that needs `other`; None: all but its default, null and false."""
+    """The value, or the range of values, of `key` that needs `other`; None: all values but its default, null and
+    false."""
     remedy: str = ""
-    """How to set `other`, where its name and values do not define it."""
+    """Advice on setting `other`, where its name and values do not define it."""
     reason: str = ""
-    """The reason, where the keys alone do not explain it."""
+    """Reason of the need, where the keys alone do not explain it."""
 
     def is_met_by(self, value: Any) -> bool:
-        """Whether a value of `other` is what `key` needs."""
+        """Whether a value of `other` satisfies the need of `key`."""
         if isinstance(self.values, Range):
             return self.values.holds(value)
         return value in self.values if self.values else value is not None
@@ -52,9 +53,9 @@ _UNSCALED_ROPE = (
     ("use_rope_scaling", (False,)),
     ("rotary_seq_len_interpolation_factor", (None,)),
 )
-"""What rope_type yarn and longrope need: Megatron-Core's code for them ignores other scalings."""
+"""Keys and values that rope_type yarn and longrope need: Megatron-Core's code for them ignores other scalings."""
 _WHOLE_HEADS_BY_HALVES = (("rotary_interleaved", (False,)), ("rotary_percent", (1.0,)))
-"""Of Megatron-Core's YaRN (yarn_rotary_pos_embedding.py)."""
+"""Keys and values that Megatron-Core's YaRN needs (yarn_rotary_pos_embedding.py)."""
 _LATENT_ATTENTION = (
     *(*_UNSCALED_ROPE, *_WHOLE_HEADS_BY_HALVES),
     *((name, (False,)) for name in ("add_qkv_bias", "add_bias_linear", "attention_output_gate")),
@@ -197,7 +198,7 @@ NEEDS = (
 
 
 def applies(section_path: str, key: str, values: Mapping[str, Any]) -> bool:
-    """Whether a key has the values that it needs of other keys of its section, whatever its own value is."""
+    """Whether the other keys of the section have the values that `key` needs, whatever its own value is."""
     for need in NEEDS:
         (section, _, name), (other_section, _, other) = need.key.partition("."), need.other.partition(".")
         is_rule = (SECTION_PATHS[section], name, other_section) == (section_path, key, section) and need.when is None
@@ -249,7 +250,7 @@ def _rule(need: Need, value: Any, other: Any, unused: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as YAML; of sources their names."""
+    """A value as YAML; a list of sources as their names."""
     if isinstance(value, Mapping):
         value = tuple(value)
     if isinstance(value, tuple):

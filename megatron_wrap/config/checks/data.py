@@ -11,11 +11,12 @@ from megatron_wrap.config.schema.sources import SourceConfig
 
 _SHARES = ("weight", "epochs", "samples")
 _PREFIX_KEYS = ("path", "name", "weight")
-"""Of a source of indexed data."""
+"""Keys that a source of indexed data may have."""
 
 
 def check_data(config: RunConfig) -> None:
-    """Check that data_key reads the sources, their shares of an epoch, and that streaming is possible.
+    """Check that data_key reads the sources, that their shares of an epoch are consistent, and that streaming is
+    possible.
 
     Raises:
         ConfigError: the values contradict each other.

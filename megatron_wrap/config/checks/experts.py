@@ -49,8 +49,8 @@ def _check_layers(config: RunConfig) -> None:
 
 
 def _check_biases(config: RunConfig) -> None:
-    """Megatron-Core cannot train experts with biases: mlp.py, forward, adds them to a view in place; shared_experts.py
-    and experts.py assert that there are none."""
+    """Refuse biases of experts, which Megatron-Core cannot train: mlp.py, forward, adds them to a view in place;
+    shared_experts.py and experts.py assert that there are none."""
     arch, instead = config.arch, "write add_bias_linear: false (add_qkv_bias may be true)"
     if arch.experts_impl in ("transformer_engine", "sequential") or arch.moe_grouped_gemm is not None:
         key = "experts_impl" if arch.moe_grouped_gemm is None else "moe_grouped_gemm"

@@ -69,7 +69,8 @@ def _check_sizes(config: RunConfig, multiple: int) -> None:
 
 
 def _dimensions(config: RunConfig) -> Iterator[tuple[str, int, int]]:
-    """Dimensions of the layers' matrices: key of `model.arch` that determines it, size, processes that share it."""
+    """(key of `model.arch` that determines it, size, processes that share it) of each dimension of the layers'
+    matrices."""
     arch, parallel = config.arch, config.parallel
     tensor = parallel.tensor_model_parallel_size
     yield "hidden_size", arch.hidden_size, 1

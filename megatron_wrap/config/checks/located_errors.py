@@ -10,8 +10,8 @@ from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
 
 def refuse(config: RunConfig, keys: Sequence[str], rule: str, error: type[Exception] | None = None) -> NoReturn:
     """Raises `error` about the first of `keys` (each section.key) that the command line sets, else the first that the
-    run's YAML sets, else the first. By default, it is a LayoutError if the first key is one of the parallel layout, and
-    else a ConfigError."""
+    run's YAML sets, else the first. By default, `error` is LayoutError if the first key is one of the parallel layout,
+    else ConfigError."""
     error = error or (LayoutError if keys[0].startswith("parallel.") else ConfigError)
     paths = [f"{SECTION_PATHS[section]}.{key}" for section, _, key in (name.partition(".") for name in keys)]
     # the value that was set last is the likeliest mistake

@@ -16,7 +16,7 @@ def check_paths(config: RunConfig) -> None:
     """Check the files and folders; relative paths are relative to the working directory.
 
     Raises:
-        DataError, ConfigError, CheckpointError: as `check_data_files` and `check_folders`.
+        DataError, ConfigError, CheckpointError: see `check_data_files` and `check_folders`.
     """
     check_each(config, (check_data_files, check_folders))
 
@@ -35,7 +35,7 @@ def check_data_files(config: RunConfig) -> None:
     """Check that data files exist and can be read.
 
     Raises:
-        DataError: one does not, or cannot.
+        DataError: a file does not exist, or cannot be read.
     """
     if derived.is_indexed(config.data):
         _need_indices(config)
@@ -94,7 +94,7 @@ def _check_tensorboard(config: RunConfig) -> None:
 
 
 def _need_source(config: RunConfig, name: str, source: SourceConfig) -> None:
-    """Refuse a missing file; a hub id and a Python source are resolved when they are read."""
+    """Refuse a missing file. A hub id and a Python source are resolved only when they are read."""
     if source.kind == "file":
         _need_file(config, name, source.path)
     if source.kind == "folder" and not any(os.scandir(_expanded(source.path))):
@@ -104,7 +104,7 @@ def _need_source(config: RunConfig, name: str, source: SourceConfig) -> None:
 
 
 def _need_indices(config: RunConfig) -> None:
-    """Refuse a missing file of a prefix."""
+    """Refuse an indexed prefix whose .bin or .idx file is missing."""
     prefixes = [("data.train", source) for source in config.data.train]
     prefixes += [("data.validation", source) for sources in config.data.validation.values() for source in sources]
     for key, source in prefixes:

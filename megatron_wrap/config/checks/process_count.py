@@ -53,7 +53,7 @@ def check_layout(config: RunConfig, world_size: int) -> int:
 
 
 def _launch_command(world_size: int, processes: int) -> str:
-    """How to start a program of the user that runs under plain python; empty for processes of a launcher."""
+    """The hint to start a user's program under torchrun instead of plain python; empty for processes of a launcher."""
     if world_size > 1 or "WORLD_SIZE" in os.environ or not sys.argv[0].endswith(".py"):
         return ""
     return f": `torchrun --nproc-per-node {processes} {shlex.join(sys.argv)}`"

@@ -34,12 +34,12 @@ def check_run(config: RunConfig) -> None:
 
 def check_values(config: RunConfig) -> None:
     """The part of `check_run` that checks values alone and does not access the disk."""
-    _check_ranges(config)  # the others compute with the values
+    _check_ranges(config)  # the other checks compute with the values
     check_each(config, (check_needs, check_model, check_training, _check_graphs, _check_platform, _check_slurm))
 
 
 def _check_graphs(config: RunConfig) -> None:
-    """CUDA graphs of layers have constant shapes. Those of other implementations are captured by Megatron-LM's loop,
+    """Check that CUDA graphs of layers have constant shapes. Other implementations are captured by Megatron-LM's loop,
     and would silently be missing here."""
     upstream = config.arch.upstream
     implementation = upstream.get("cuda_graph_impl", "none")
@@ -65,8 +65,8 @@ def _check_graphs(config: RunConfig) -> None:
 
 
 def _check_graphs_of_experts(config: RunConfig, keys: list[str]) -> None:
-    """A graph of a layer ends before the exchange of its tokens (nn/experts/captured_layer.py); for others the host
-    would wait during the capture."""
+    """Check the graphs of layers with experts. A graph of such a layer ends before the exchange of its tokens
+    (nn/experts/captured_layer.py); for other layers the host would wait during the capture."""
     arch, parallel = config.arch, config.parallel
     exchanges = parallel.expert_model_parallel_size > 1 or derived.expert_tensor_parallel_size(parallel) > 1
     if arch.num_experts is None or not exchanges:

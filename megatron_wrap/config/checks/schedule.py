@@ -6,7 +6,7 @@ from megatron_wrap.config.schema.run import RunConfig
 
 
 def check_length(config: RunConfig) -> None:
-    """Check that the run has one length, with which its data and the phases of the learning rate agree."""
+    """Check that the run has one length, and that its data and the phases of the learning rate agree with it."""
     train, data = config.train, config.data
     keys = ["train.train_iters", "train.train_samples", "train.train_epochs"]
     lengths = {key.partition(".")[2]: config.value(key) for key in keys if config.value(key) is not None}
@@ -29,7 +29,8 @@ def check_length(config: RunConfig) -> None:
 
 
 def _check_units(config: RunConfig) -> None:
-    """The phases of the learning rate need the unit of the run's length, as in Megatron-LM's arguments.py."""
+    """Check that the phases of the learning rate have the unit of the run's length, as in Megatron-LM's
+    arguments.py."""
     of_samples = config.train.train_samples is not None
     wrong, right = ("iters", "samples") if of_samples else ("samples", "iters")
     for phase in ("warmup", "decay", "wsd_decay"):

@@ -15,7 +15,7 @@ _OTHER_MUON = {
     "muon_fp32_matmul_prec": "muon_ns_dtype",
     **dict.fromkeys(("muon_tp_mode", "muon_coefficient_type", "muon_scalar_optimizer"), "muon_num_ns_steps"),
 }
-"""Keys of Megatron-Core's Muon -> the closest key of this one."""
+"""Keys of Megatron-Core's Muon -> the closest key of this package's Muon."""
 
 
 def check_training(config: RunConfig) -> None:
@@ -62,7 +62,7 @@ def _check_batches(config: RunConfig) -> None:
 
 
 def _check_pairing(config: RunConfig) -> None:
-    """trl's KTOTrainer refuses a batch of one sample as well."""
+    """Check the pairing of samples for gpt_kto; trl's KTOTrainer refuses a batch of one sample as well."""
     train = config.train
     smallest = min([train.global_batch_size, *(train.rampup_batch_size or ())[:1]])
     if config.flow.flow_key != "gpt_kto" or config.flow.options.get("loss_type", "kto") != "kto" or smallest > 1:
@@ -117,7 +117,7 @@ def _check_optimizer(config: RunConfig) -> None:
 
 
 def _check_muon(config: RunConfig) -> None:
-    """Refuse what Megatron-Core's own Muon reads, which this one does not."""
+    """Refuse keys that Megatron-Core's own Muon reads and this package's Muon does not."""
     path = SECTION_PATHS["optimizer"]
     for name, key in _OTHER_MUON.items():
         if name in config.optimizer.upstream:

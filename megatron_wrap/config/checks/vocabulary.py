@@ -7,9 +7,9 @@ from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import ConfigError, DataError
 
 _MUCH_SMALLER = 0.75
-"""Share of a model's vocabulary; published models are padded by less."""
+"""Smallest share of a model's vocabulary that its tokenizer normally has; published models are padded by less."""
 _OF_MOCK_DATA = 4096
-"""Only mock data has neither a size nor a tokenizer (`config.checks.model`)."""
+"""Vocabulary size of mock data, which alone has neither a size nor a tokenizer (`config.checks.model`)."""
 
 
 def small_tokenizer(arch: ArchConfig, tokenizer: Sized | None) -> str | None:
@@ -45,8 +45,8 @@ def model_vocab_size(arch: ArchConfig, tokenizer: Sized | None, hf_path: str | N
 
 
 def check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
-    """Compare token ids with the vocabulary. Padding of the vocabulary has no ids: a model split over processes would
-    read another row for such an id, and give it a meaningless probability.
+    """Compare token ids with the vocabulary. The padding of the vocabulary has no ids: a model split over processes
+    would read another row for such an id, and return a meaningless probability.
 
     Args:
         name: what has the ids, the beginning of the message.

@@ -9,7 +9,7 @@ from megatron_wrap.config.reading.yaml_nodes import shown_path
 from megatron_wrap.errors import ConfigError, MegatronWrapError, special_file
 
 MAX_BYTES = 1 << 28
-"""Of a file. The index of the weights of the largest models has about 10 MiB."""
+"""Largest size of a file. The index of the weights of the largest models has about 10 MiB."""
 
 
 def read_json(path: Path, advice: str, error_type: type[MegatronWrapError] = ConfigError) -> Any:
@@ -17,7 +17,7 @@ def read_json(path: Path, advice: str, error_type: type[MegatronWrapError] = Con
 
     Args:
         advice: the end of the message about a damaged file.
-        error_type: of the errors.
+        error_type: class of the errors.
 
     Raises:
         MegatronWrapError: an `error_type`: the file is missing, a folder, pipe or device, larger than MAX_BYTES, or is

@@ -34,7 +34,7 @@ def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: KeyRules |
 
 @dataclass(frozen=True)
 class _Override:
-    """A command-line `a.b=c`; `parts`: the rest of its path below the current section."""
+    """A command-line `a.b=c`; `parts` are the names of its path below the current section."""
 
     parts: tuple[str, ...]
     node: Node
@@ -55,7 +55,7 @@ def _parse_override(text: str) -> _Override:
 
 
 def _nested(node: Node, parts: Sequence[str]) -> Node:
-    """The node of `a.b=c` for its parts a, b."""
+    """The node of a command-line `a.b=c`, as nested mappings for its parts a, b."""
     for part in reversed(parts):
         node = Node({part: node}, COMMAND_LINE)
     return node
@@ -179,8 +179,8 @@ class ValidatedNest:
     def _without_left_keys(
         self, section: Section, left: Section, content: Mapping[str, Node], command_line: Sequence[_Override]
     ) -> dict[str, Node]:
-        """The view's keys without those of the file `left` that the view selects, but not the command line: keys that
-        `section` lacks, and those that need another value than its file has."""
+        """The view's keys without those that belong only to the file `left`, which the view selects and the command
+        line does not: keys that `section` lacks, and those that need another value than its file has."""
         plug_in = self._rules.plug_ins.get(section.path)
         values = {key: origins[-1].node.value for key, origins in section.origins.items() if isinstance(origins, list)}
         set_here = {**content, **{override.parts[0]: override.node for override in command_line if override.parts}}
@@ -205,7 +205,7 @@ class ValidatedNest:
     # ---- files and their keys
 
     def _open_section(self, folder: Folder, name: str, path: str, how: str) -> Section:
-        """Read a file of the tree and those that it inherits, base first, into a new section."""
+        """Read a file of the tree and the files that it inherits, base first, into a new section."""
         chain = self._inherit_chain(folder, name, path)
         section = Section(path, [file for file, _ in chain])
         for file, node in chain:
@@ -284,7 +284,8 @@ class ValidatedNest:
                 self.add(section.path, key, Origin(self._wrapped(section, key, rest, override), SetBy.COMMAND_LINE))
 
     def _wrapped(self, section: Section, key: str, rest: Sequence[str], override: _Override) -> Node:
-        """The node of `a.b.c=v` for key `a`: a mapping that changes only `c`, even if the mapping is a single value."""
+        """The node of `a.b.c=v` for key `a`: a mapping that changes only `c`, even where the mapping counts as a single
+        value."""
         node = _nested(override.node, rest)
         origins = section.origins.get(key)
         if not rest or not isinstance(origins, list):

@@ -11,14 +11,14 @@ from megatron_wrap.config.reading.yaml_nodes import Node
 
 
 class SetBy(enum.IntEnum):
-    """What sets a value; a higher one takes precedence."""
+    """The kind of origin of a value; a higher one takes precedence."""
 
     MACHINE = enum.auto()
     """A default that depends on the machine (`defaults.py`)."""
     TREE = enum.auto()
     """A file of the tree."""
     HF_PATH = enum.auto()
-    """config.json of `hf_path`."""
+    """The file config.json of `hf_path`."""
     RUN = enum.auto()
     """The run's YAML."""
     COMMAND_LINE = enum.auto()
@@ -26,7 +26,8 @@ class SetBy(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Origin:
-    """A line that sets a value. `how` is for messages: default, selected, inherited by NAME, hf_path, override."""
+    """A line that sets a value. `how` describes it in messages: default, selected, inherited by NAME, hf_path,
+    override."""
 
     node: Node
     set_by: SetBy
@@ -51,7 +52,7 @@ class Section:
     """Key -> list of `Origin`, the last of which applies; or a dictionary of further keys."""
     selected: str | None = None
     left_out: dict[str, Origin] = field(default_factory=dict)
-    """Keys of the run's YAML that belong to the file that it selects, where the command line selects another."""
+    """Keys of the run's YAML that belong to the file it selects, where the command line selects another file."""
     takes_any: bool = False
     """Whether keys that no file defines are accepted, see `KeyRules.plug_ins`."""
 
@@ -85,7 +86,7 @@ class ComposedConfig:
 
     @functools.cached_property
     def values(self) -> Mapping[str, Any]:
-        """The values that apply, as nested plain dictionaries; those that confignest composes."""
+        """The values that apply, as nested plain dictionaries, equal to what confignest composes."""
         values: dict[str, Any] = {}
         for path, section in self.sections.items():
             *folders, name = path.split(".")

@@ -1,4 +1,4 @@
-"""Which layers are on which pipeline stage, in the notation of Megatron-LM's `--pipeline-model-parallel-layout`."""
+"""The layers of each pipeline stage, in the notation of Megatron-LM's `--pipeline-model-parallel-layout`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PipelineLayout:
     last."""
 
     layers: tuple[int, ...]
-    """Layers of each chunk in the model's order; chunk c is on stage c % num_stages."""
+    """Number of layers of each chunk in the model's order; chunk c is on stage c % num_stages."""
     num_stages: int
 
     @property
@@ -28,13 +28,13 @@ class PipelineLayout:
         return tuple(sum(self.layers[stage :: self.num_stages]) for stage in range(self.num_stages))
 
     def __str__(self) -> str:
-        """Such as `Et*10|t*6L`."""
+        """The layout in Megatron-LM's notation, such as `Et*10|t*6L`."""
         chunks = [f"{LAYER}*{count}" if count > 1 else LAYER for count in self.layers]
         return EMBEDDING + "|".join(chunks) + LOSS
 
 
 def even_layout(num_layers: int, num_stages: int, chunks_per_stage: int) -> PipelineLayout | None:
-    """As many layers in each chunk; None if the number of chunks does not divide them."""
+    """The layout with equally many layers in each chunk; None if the number of chunks does not divide them."""
     count, rest = divmod(num_layers, num_stages * chunks_per_stage)
     return None if rest or not count else PipelineLayout((count,) * (num_stages * chunks_per_stage), num_stages)
 

@@ -10,7 +10,7 @@ from megatron_wrap.config.reading.yaml_nodes import Node, read_yaml, shown_path
 from megatron_wrap.errors import ConfigError, did_you_mean
 
 SELECT, OVERRIDE, INHERIT = "__select__", "__override__", "__inherit__"
-"""confignest's own keys."""
+"""Keys that confignest itself defines."""
 MANIFEST = "__confignest_manifest__"
 OVERLAY_FOLDER = "nest"
 
@@ -25,17 +25,17 @@ class TreeFile:
 
     @property
     def path(self) -> Path:
-        """Its location."""
+        """Path of the file."""
         return Path(self.location)
 
     def read(self) -> Node:
-        """Its content with positions."""
+        """Content of the file with positions."""
         return read_yaml(self.path)
 
 
 @dataclass
 class Folder:
-    """A folder of the tree; `entries` by name without `.yaml`, sorted."""
+    """A folder of the tree; `entries` are sorted, by name without `.yaml`."""
 
     relative: str
     shown: str
@@ -48,7 +48,7 @@ class Folder:
         """Dotted path of each section -> its file, or the folder from which a run selects one.
 
         Args:
-            path: of this folder.
+            path: dotted path of this folder.
         """
         sections: dict[str, Folder | TreeFile] = {}
         for name, entry in self.entries.items():
@@ -81,7 +81,7 @@ def open_tree(view: Path) -> Folder:
     """The tree for the run's YAML `view`.
 
     Raises:
-        ConfigError: an overlay folder or file that the tree has no counterpart for, or an invalid manifest.
+        ConfigError: an overlay folder or file without a counterpart in the tree, or an invalid manifest.
     """
     shipped, overlay = shipped_root(), view.resolve().parent / OVERLAY_FOLDER
     if not shipped.is_dir():
@@ -93,12 +93,12 @@ def open_tree(view: Path) -> Folder:
 
 @functools.lru_cache(maxsize=2)
 def _scanned(root: Path, shown: str, changes: tuple[tuple[str, int], ...]) -> Folder:
-    """The tree of one root, whose folders messages show as `shown`: it depends on the working directory."""
+    """The tree of one root. Messages show its folders as `shown`, which depends on the working directory."""
     return _scan([root], "")
 
 
 def _changes(root: Path) -> tuple[tuple[str, int], ...]:
-    """Each folder and manifest of a tree with the time of its last change in nanoseconds."""
+    """(folder or manifest, time of its last change in nanoseconds) for each folder and manifest of a tree."""
     folders = [(folder, MANIFEST in files) for folder, _, files in os.walk(root)]
     paths = [path for path, _ in folders] + [
         os.path.join(path, MANIFEST) for path, has_manifest in folders if has_manifest
@@ -114,7 +114,7 @@ def _scan(roots: list[Path], relative: str) -> Folder:
     entries: dict[str, Folder | TreeFile] = {}
     for folder in folders:
         overlaid = len(roots) > 1 and folder == roots[-1] / relative
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):  # its entries know what is a folder
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):  # its entries have their type
             suffix = os.path.splitext(entry.name)[1]
             if entry.name.startswith((".", "__")) or (entry.is_file() and suffix not in (".yaml", ".yml")):
                 continue

@@ -1,4 +1,5 @@
-"""The refusal of a misspelled key, of one in the wrong section, and of one where the form of a run's YAML has none."""
+"""The refusal of misspelled keys, of keys in the wrong section, and of keys where the form of a run's YAML allows
+none."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +19,13 @@ _KEYWORDS = {
 
 @dataclass(frozen=True)
 class KeyRules:
-    """Keys that the files of the tree do not define: legal ones, and advice on unknown ones.
+    """Rules for keys that the files of the tree do not define: legal ones, and advice on unknown ones.
 
     `plug_ins`: section -> the key that names a plug-in. If the run names another plug-in than the file of the tree, the
     file does not define the plug-in's keys: any key is accepted, and the plug-in validates it.
     `applies`: (section, key, values of the section's other keys) -> whether the key has an effect with them.
-    `familiar`: dotted path -> what its last name is here, an argument of another library; None for another name.
+    `familiar`: dotted path -> our counterpart of the argument of another library that it ends with; None for another
+        name.
     """
 
     more_keys: Callable[[str], Collection[str]] = lambda section: ()
@@ -71,7 +73,8 @@ class KeyRules:
         raise ConfigError(f"{node.where} {key_path}: {rule}")
 
     def familiar_hint(self, path: str, node: Node) -> str:
-        """`; NAME is ...` for an argument of another library: the last name of `path`, or the first one below it."""
+        """The hint `; NAME is ...` for an argument of another library: the last name of `path`, or the first one below
+        it."""
         advice = self.familiar(path)
         if advice is None and isinstance(node.value, dict):
             hints = (self.familiar_hint(f"{path}.{name}", below) for name, below in node.value.items())

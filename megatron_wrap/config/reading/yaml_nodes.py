@@ -15,11 +15,11 @@ from megatron_wrap.errors import ConfigError, did_you_mean, special_file
 COMMAND_LINE = "command line"
 
 MAX_BYTES = 1 << 22
-"""Of a file."""
+"""Largest size of a file, in bytes."""
 MAX_DEPTH = 64
-"""Of nested lists and mappings."""
+"""Largest depth of nested lists and mappings."""
 MAX_VALUES = 200_000
-"""Of a file, where an alias counts as the values that it stands for."""
+"""Largest number of values in a file, where an alias counts as the values that it stands for."""
 _MANY_INDICATORS = 1000
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
@@ -29,8 +29,8 @@ _FLOAT = re.compile(
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Resolves plain scalars by the core schema of YAML 1.2 (yaml.org/spec/1.2.2, section 10.3.2); `1_000` is a
-    number, as in PyYAML."""
+    """A loader that resolves plain scalars by the core schema of YAML 1.2 (yaml.org/spec/1.2.2, section 10.3.2);
+    `1_000` is a number, as in PyYAML."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}
 
@@ -68,7 +68,7 @@ class Node:
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def plain(self) -> Any:
-        """The value without positions."""
+        """The node's value without positions."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):  # a copy: later readings of a file share its nodes
@@ -77,7 +77,7 @@ class Node:
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """`path` as messages show it: relative to the working directory where it lies below it."""
+    """The path as messages show it: relative to the working directory where it lies below it."""
     text, folder = os.fspath(path), os.getcwd()
     below = os.path.abspath(text).removeprefix(folder if folder.endswith(os.sep) else folder + os.sep)
     return text if os.path.isabs(below) else below
@@ -265,7 +265,7 @@ def _scalar(node: yaml.Node, where: str) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that YAML 1.1 or 1.2 would read as another type."""
+    """A dumper that quotes every string that YAML 1.1 or 1.2 would read as another type."""
 
     yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeDumper.yaml_implicit_resolvers.items()}
 

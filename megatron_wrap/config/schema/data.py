@@ -1,4 +1,4 @@
-"""The section of data: the samples that a run trains on and evaluates, and how they are read."""
+"""The section of data: the samples that a run trains on and evaluates, and their reading."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,26 +30,26 @@ class DataConfig:
     num_workers: int = key(1, at_least=0)
     """Processes on each replica that read, tokenize and collate ahead of the training step; 0: the step itself."""
     prefetch_batches: int = key(2, at_least=1)
-    """Global batches prepared ahead."""
+    """Number of global batches that are prepared ahead."""
     shuffle_buffer: int = key(1000, at_least=1)
-    """Samples of a streaming source that are shuffled together, block by block."""
+    """Number of samples of a streaming source that are shuffled together, block by block."""
     cache_dir: str | None = None
     """Folder of cached tokenized samples, by data, tokenizer and template; null: no cache. indexed: folder of the
     indices; null: `cache` in the folder of the first prefix."""
     packing_window: int = key(1024, at_least=1)
-    """With flow.packing, samples that are packed into rows together; more fill the rows better, but randomize the order
-    less."""
+    """With flow.packing, number of samples that are packed into rows together; more samples fill the rows better, but
+    randomize the order less."""
     num_samples: int = key(1024, at_least=1)
-    """Samples of mock data."""
+    """Number of samples of mock data."""
     shuffle: bool = True
-    """A new order in each epoch, determined by the seed; false: the order of the files."""
+    """A different order of the samples in each epoch, determined by the seed; false: the order of the files."""
     tokenizer: str | None = None
     """Hugging Face tokenizer folder; null: the tokenizer of model_provider.hf_path, if any."""
     new_tokens: tuple[str, ...] = ()
     """Texts that the tokenizer gets as tokens. Their rows of embedding and output layer begin as the mean of the
     others, and are added where the model of hf_path has none for them; exports contain the grown tokenizer."""
     split: str | None = None
-    """indexed: shares of the documents of each prefix for training, validation and test, such as 949,50,1; null: all
+    """indexed: shares of each prefix's documents for training, validation and test, such as 949,50,1; null: all
     documents of train are for training, and validation has its own prefixes."""
     mock_data: bool = False
     """indexed: Megatron-Core's generated documents instead of train."""

@@ -14,7 +14,7 @@ from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.config.schema.training import OptimConfig
 
 VALUE_PROVIDER = "gpt_value_model"
-"""Key of the provider whose model has a scalar head instead of the output layer."""
+"""Key of the model provider that builds a scalar head instead of the output layer."""
 _MAX_LAYERS = 10_000
 
 
@@ -24,7 +24,7 @@ def has_value_head(config: RunConfig) -> bool:
 
 
 def saves_adapter_alone(config: RunConfig) -> bool:
-    """Whether the run's checkpoints contain its adapter without the frozen weights, which are those of hf_path."""
+    """Whether the run's checkpoints contain only its adapter, because the frozen weights are those of hf_path."""
     adapter, hf_path = config.adapter, config.model_provider.hf_path
     return adapter.adapter_type != "none" and not adapter.keep_base and hf_path is not None
 
@@ -81,8 +81,8 @@ def moe_ffn_hidden_size(arch: ArchConfig) -> int:
 
 
 def moe_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
-    """For each layer 1 if it has experts, else 0; ValueError, SyntaxError, or for deep nesting MemoryError or
-    RecursionError for an invalid moe_layer_freq."""
+    """Per layer, 1 if it has experts, else 0; raises ValueError or SyntaxError for an invalid moe_layer_freq, and
+    MemoryError or RecursionError for a deeply nested one."""
     frequency = arch.moe_layer_freq
     if arch.num_experts is None:
         return (0,) * arch.num_layers
@@ -94,7 +94,7 @@ def moe_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
 
 
 def window_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
-    """For each layer 1 if it has the sliding window, else 0."""
+    """Per layer, 1 if it has the sliding window, else 0."""
     frequency = arch.window_attn_skip_freq
     if arch.window_size is None:
         return (0,) * arch.num_layers
@@ -104,7 +104,7 @@ def window_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
 
 
 def linear_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
-    """For each layer 1 if it has linear attention, else 0."""
+    """Per layer, 1 if it has linear attention, else 0."""
     frequency = arch.linear_attention_freq
     if arch.experimental_attention_variant is None or frequency is None:
         return (0,) * arch.num_layers
@@ -114,7 +114,7 @@ def linear_layer_pattern(arch: ArchConfig) -> tuple[int, ...]:
 
 
 def _list_of(node: ast.expr) -> list[int]:
-    """The value of a sum of lists and of their multiples, the form of Megatron-LM's --moe-layer-freq."""
+    """The value of a sum of lists and of multiples of lists, the form of Megatron-LM's --moe-layer-freq."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _list_of(node.left) + _list_of(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -184,16 +184,16 @@ def expert_processes(parallel: ParallelConfig) -> int:
 
 
 def attention_heads_of_process(config: RunConfig) -> tuple[int, int]:
-    """Query heads, and key and value heads, of one tensor-parallel process."""
+    """(query heads, key and value heads) of one tensor-parallel process."""
     arch, tensor = config.arch, config.parallel.tensor_model_parallel_size
     groups = arch.num_attention_heads if arch.multi_latent_attention else num_query_groups(arch)
     return arch.num_attention_heads // tensor, groups // tensor
 
 
 def exchanged_groups(config: RunConfig) -> int | None:
-    """Key and value heads that a process sends in an exchange of heads (`cp_comm_type: a2a`): each once, or, if they
-    are fewer than the context-parallel processes, to all that have its queries. None: the heads cannot be
-    shared equally."""
+    """Key and value heads that a process sends in an exchange of heads (`cp_comm_type: a2a`). Each head is sent once,
+    or, if there are fewer heads than context-parallel processes, to all processes that have its queries. None: the
+    heads cannot be shared equally."""
     heads, groups = attention_heads_of_process(config)
     size = config.parallel.context_parallel_size
     if heads % size or (groups % size and size % groups):
@@ -202,7 +202,7 @@ def exchanged_groups(config: RunConfig) -> int | None:
 
 
 def pipeline_layout(config: RunConfig) -> PipelineLayout | None:
-    """The layout that the configuration names, which must be legal (see `checks`); None: it names none."""
+    """The pipeline layout that the configuration names, which must be legal (see `checks`); None: it names none."""
     parallel = config.parallel
     if parallel.pipeline_model_parallel_layout is None:
         return None
@@ -211,7 +211,7 @@ def pipeline_layout(config: RunConfig) -> PipelineLayout | None:
 
 
 def splits_by_cost(config: RunConfig) -> bool:
-    """Whether the run chooses the layers of its stages: no key has numbers of layers."""
+    """Whether the run chooses the layers of its stages, because no key sets numbers of layers."""
     parallel = config.parallel
     if parallel.pipeline_model_parallel_size == 1 or parallel.pipeline_split == "even":
         return False
@@ -344,7 +344,7 @@ def lr_wsd_decay_samples(config: RunConfig) -> float | None:
 
 
 def schedule_values(config: RunConfig) -> dict[str, Any]:
-    """The values of Megatron-Core's `OptimizerParamScheduler` that a checkpoint's schedule is compared by; steps are in
+    """Values of Megatron-Core's `OptimizerParamScheduler` that are compared with a checkpoint's schedule; steps are in
     samples."""
     rate, optimizer = config.learning_rate, config.optimizer
     decay = optimizer.weight_decay
@@ -388,8 +388,8 @@ def is_indexed(data: DataConfig) -> bool:
 
 
 def evaluation_set_names(config: RunConfig) -> tuple[str, ...]:
-    """The evaluation sets of `megatron_wrap.data`: those of `validation`, or the set `validation` of generated data or
-    of a `split` with a share for it."""
+    """Names of the evaluation sets of `megatron_wrap.data`: those in `validation`, or the set `validation` of generated
+    data or of a `split` with a share for it."""
     data = config.data
     if not is_indexed(data) or data.validation:
         return tuple(data.validation)
@@ -408,7 +408,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
 
 
 def indexed_samples(config: RunConfig) -> int:
-    """Windows that the training index of indexed data is built for."""
+    """Number of windows that the training index of indexed data is built for."""
     windows = config.data.index_samples
     return math.ceil(train_samples(config)) if windows is None else windows
 
@@ -447,8 +447,8 @@ def captures_graphs(arch: ArchConfig) -> bool:
 
 
 def sorts_tokens_on_device(arch: ArchConfig) -> bool:
-    """Whether the configuration allows for experts as grouped products whose tokens are sorted on the device and
-    exchanged by a plain all-to-all (nn/experts/dispatcher.py)."""
+    """Whether the configuration allows experts as grouped matmuls whose tokens are sorted on the device and exchanged
+    by a plain all-to-all (nn/experts/dispatcher.py)."""
     grouped = arch.experts_impl == "grouped_mm" or (arch.experts_impl == "auto" and arch.moe_grouped_gemm is None)
     others = ("moe_shared_expert_overlap", "moe_expert_capacity_factor", "moe_latent_size")
     return grouped and arch.moe_token_dispatcher_type == "alltoall" and not any(map(arch.upstream.get, others))
@@ -456,6 +456,6 @@ def sorts_tokens_on_device(arch: ArchConfig) -> bool:
 
 def varies_in_length(config: RunConfig) -> bool:
     """Whether micro-batches differ in shape: packed ones, and those that a shipped flow pads to their longest sample.
-    Of another flow it is not known, and the answer is no."""
+    False for other flows, where it is not known."""
     padded = config.flow.flow_key.startswith("gpt_") and not is_indexed(config.data)
     return config.flow.packing or (padded and config.flow.options.get("collate_type") != "fixed_length")

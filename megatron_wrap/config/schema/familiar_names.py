@@ -15,18 +15,17 @@ from megatron_wrap.errors import did_you_mean
 
 
 class Counterpart(NamedTuple):
-    """What a familiar name is here."""
+    """The counterpart here of an argument of another library."""
 
     key: str | None
     """Dotted path of our key; None: there is none."""
     note: str = ""
-    """How values or units differ; without a key, the reason."""
+    """Difference of values or units; without a key, the reason why there is none."""
 
 
 @functools.cache
 def libraries() -> Mapping[str, Mapping[str, Counterpart]]:
-    """Library -> argument -> our key for it; of trl without the arguments of transformers, of axolotl without those of
-    both."""
+    """Library -> argument -> our key for it. trl lacks the arguments of transformers, axolotl those of both."""
     tables = read_yaml(Path(__file__).with_suffix(".yaml")).plain()
     return {
         library: {name: _counterpart(name, row) for names, row in table.items() for name in names.split(", ")}
@@ -43,7 +42,8 @@ def _counterpart(name: str, row: str | Mapping[str, str]) -> Counterpart:
 
 
 def familiar_advice(path: str) -> str | None:
-    """What the argument of another library is here that the dotted `path` ends with, for a message about the path.
+    """Advice for a message about the dotted `path`: our counterpart of the argument of another library that `path` ends
+    with.
 
     None: another name, or the path itself is our key. Case, and `-` or `_`, do not count.
     """

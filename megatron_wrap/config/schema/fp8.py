@@ -5,21 +5,21 @@ from dataclasses import dataclass
 from megatron_wrap.config.schema.run import RunConfig
 
 MULTIPLE = 16
-"""FP8 products need matrices whose dimensions are multiples of it (Transformer Engine, assert_dim_for_fp8_exec; 16 is
-needed for the gradient of a weight)."""
+"""Divisor of the dimensions of matrices in FP8 matmuls (Transformer Engine, assert_dim_for_fp8_exec; the gradient of a
+weight needs 16)."""
 BLOCK = 128
-"""A weight that is stored in FP8 blocks needs dimensions that are multiples of it (Float8BlockQuantizer)."""
+"""Divisor of the dimensions of a weight that is stored in FP8 blocks (Float8BlockQuantizer)."""
 
 
 @dataclass(frozen=True)
 class Fp8Settings:
-    """FP8 of a run: values of `megatron_lm.train.dtype`."""
+    """FP8 settings of a run: values of `megatron_lm.train.dtype`."""
 
     format: str
-    """hybrid or e4m3."""
+    """FP8 format, "hybrid" or "e4m3"."""
     recipe: str
     param_gather: bool
-    """Weights are stored in FP8."""
+    """Whether weights are stored in FP8."""
     first_last_layers_bf16: bool
     layers_at_start_in_bf16: int
     layers_at_end_in_bf16: int

@@ -26,7 +26,7 @@ class Range:
     at_most: float | None = None
     below: float | None = None
     null_means_off: bool = False
-    """Null disables what the key configures; a refusal then suggests it."""
+    """Whether null disables what the key configures; a refusal then suggests it."""
 
     def holds(self, value: float) -> bool:
         """Whether the value is in the range."""

@@ -55,7 +55,7 @@ class ArchConfig:
     normalization: Literal["RMSNorm", "LayerNorm"] = "LayerNorm"
     """Kind of norm."""
     norm_epsilon: float = key(1e-5, above=0)
-    """Added to the variance inside a norm."""
+    """Term that is added to the variance inside a norm."""
     apply_layernorm_1p: bool = False
     """Norm weights are stored as weight - 1 (zero-centered)."""
     norm_placement: Literal["before", "after", "both"] = "before"
@@ -74,7 +74,7 @@ class ArchConfig:
     activation_func_clamp_value: float | None = key(None, above=0)
     """In a gated MLP, the gate is at most this, and the linear part within this and its negative; null: unlimited."""
     glu_linear_offset: float = 0.0
-    """Added to the linear part of a gated MLP."""
+    """Term that is added to the linear part of a gated MLP."""
     squared_relu: bool = False
     """Squared ReLU instead of GELU."""
     openai_gelu: bool = False
@@ -105,7 +105,8 @@ class ArchConfig:
     """Sliding window of attention, [before, after] a token's own position, -1: unlimited; null: none. transformers'
     sliding_window W (Mistral) is [W - 1, 0]."""
     window_attn_skip_freq: int | tuple[int, ...] | None = None
-    """With window_size, layers without it: every N-th, or a list of 1 (window) and 0 for each layer; null: none."""
+    """With window_size, layers without a window: every N-th, or a list of 1 (window) and 0 for each layer; null:
+    none."""
     window_rotary_base: float | None = key(None, above=0)
     """Base of the rotary frequencies of layers with a window, which are not scaled (Gemma 3, OLMo 3); null: as in the
     other layers."""
@@ -123,7 +124,7 @@ class ArchConfig:
     v_head_dim: int = key(128, at_least=1)
     """Width of a value's head."""
     latent_norm_epsilon: float | None = key(None, above=0)
-    """Added to the variance inside the norms of latent vectors; null: norm_epsilon."""
+    """Term that is added to the variance inside the norms of latent vectors; null: norm_epsilon."""
     rope_type: Literal["rope", "yarn", "longrope"] = "rope"
     """Rotary frequencies unchanged, or scaled by YaRN (arXiv:2309.00071) or LongRoPE (arXiv:2402.13753) with the keys
     below."""
@@ -146,7 +147,7 @@ class ArchConfig:
     """LongRoPE: the frequency of each rotated pair is divided by its factor, if train.common.seq_length is at most
     original_max_position_embeddings. It does not depend on the lengths in a batch, so packing changes nothing."""
     longrope_long_factor: tuple[float, ...] | None = None
-    """LongRoPE: the same for a longer train.common.seq_length."""
+    """LongRoPE: the factors for a train.common.seq_length above original_max_position_embeddings."""
     longrope_attention_factor: float = key(1.0, above=0)
     """LongRoPE: the rotated parts of queries and keys are multiplied by this."""
     query_scaling_beta: float | None = key(None, above=0)
@@ -200,7 +201,7 @@ class ArchConfig:
     """A bias per expert, used only to choose experts, that moves toward balance after each step (DeepSeek V3); needs
     sigmoid scores."""
     moe_router_bias_update_rate: float = key(1e-3, at_least=0)
-    """Step size of that bias."""
+    """Step size of the bias of moe_router_enable_expert_bias."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Precision of the router; null: that of the activations."""
     moe_router_load_balancing_type: (
@@ -220,12 +221,12 @@ class ArchConfig:
     """Coefficient of the mean of these layers' losses, which are the metrics mtp_1_loss, mtp_2_loss, ...; 0: the layers
     are neither computed nor trained, and are saved and exported unchanged."""
     experts_impl: Literal["auto", "grouped_mm", "transformer_engine", "sequential"] = "auto"
-    """How the experts of a process are computed: in one grouped product (also on CPUs), by Transformer Engine
-    (needed for FP8), or one after the other; auto: grouped_mm without FP8, from torch 2.11."""
+    """Implementation of the experts of a process: one grouped matmul (also on CPUs), Transformer Engine (needed for
+    FP8), or one expert after the other; auto: grouped_mm without FP8, from torch 2.11."""
     moe_grouped_gemm: bool | None = None
     """The older form of experts_impl: true is transformer_engine, false sequential; null: experts_impl decides."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens are sent to their experts over the expert-parallel processes."""
+    """Exchange that sends tokens to their experts over the expert-parallel processes."""
     transformer_impl: Literal["auto", "transformer_engine", "torch"] = "auto"
     """Layers from Transformer Engine, or Megatron-Core's own with torch's scaled_dot_product_attention; auto:
     Transformer Engine on a GPU if it is installed, else torch; with an adapter, and for dense layers under tensor or
@@ -246,9 +247,9 @@ class ParallelConfig:
     context_parallel_size: int = key(1, at_least=1)
     """Processes that share each sequence (CP)."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
-    """What attention of shared sequences exchanges. all_gather: keys and values. p2p: keys and values in a ring, during
-    attention (torch's gathers those of windows). a2a: heads. null: p2p where attention hides it, else the fewest bytes;
-    the log explains the choice."""
+    """Exchange in the attention of shared sequences. all_gather: keys and values. p2p: keys and values in a ring,
+    during attention (torch's gathers those of windows). a2a: heads. null: p2p where attention hides it, else the fewest
+    bytes; the log explains the choice."""
     expert_model_parallel_size: int = key(1, at_least=1)
     """Processes that share the experts of a mixture-of-experts layer (EP)."""
     expert_tensor_parallel_size: int | None = key(None, at_least=1)
@@ -256,10 +257,11 @@ class ParallelConfig:
     sequence_parallel: bool | None = None
     """Split norms and dropouts over the sequence among the tensor-parallel processes; null: on if TP > 1."""
     tp_comm_overlap: bool | None = None
-    """Overlap the communication of tensor and sequence parallelism with the products of linear layers. Transformer
+    """Overlap the communication of tensor and sequence parallelism with the matmuls of linear layers. Transformer
     Engine's layers: user buffers, for samples of a fixed length (UB_SKIPMC=1 in the environment: without multicast).
-    torch's layers: the product with a process's share while the others arrive. No effect without tensor parallelism.
-    null: on for torch's layers on GPUs, in half precision, with CUDA graphs or micro-batches that are large enough."""
+    torch's layers: the matmul with a process's share while the other shares arrive. No effect without tensor
+    parallelism. null: on for torch's layers on GPUs, in half precision, with CUDA graphs or micro-batches that are
+    large enough."""
     num_layers_per_virtual_pipeline_stage: int | None = key(None, at_least=1)
     """Layers in each model chunk of an interleaved pipeline (VPP); null: one chunk a stage."""
     virtual_pipeline_model_parallel_size: int | None = key(None, at_least=1)
@@ -272,8 +274,9 @@ class ParallelConfig:
     """Layers of each stage, or of each model chunk, in Megatron-LM's notation, such as Et*10|t*6L; null:
     pipeline_split."""
     pipeline_split: Literal["cost", "even"] = "cost"
-    """Without numbers of layers above. cost: the slowest stage takes as little time as possible, since the output layer
-    takes the time of some layers; even: as many layers on each stage, as in Megatron-Core."""
+    """Split of the layers over the stages where no key above sets numbers of layers. cost: the slowest stage takes as
+    little time as possible, since the output layer takes the time of some layers; even: as many layers on each stage,
+    as in Megatron-Core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +308,7 @@ class AdapterConfig:
     those of peft's LoraConfig, modules have their names in Hugging Face's model."""
 
     adapter_type: Literal["none", "lora"] = "none"
-    """none: train all weights; lora: freeze them, and train two factors of low rank for each target module."""
+    """none: train all weights; lora: freeze them, and train two low-rank factors for each target module."""
     path: str | None = None
     """Folder of a peft adapter (adapter_config.json, adapter_model.safetensors), whose factors are the initial ones;
     its r, alpha and target modules must be those below. null: new factors."""
@@ -354,10 +357,10 @@ class AdapterConfig:
     """Further adapters of the same base, frozen: name -> folder of peft. wrap.adapter(NAME) computes with one of them,
     and models.reference: {adapter: NAME} takes it as the reference. null: none."""
     base_weights: Literal["bf16", "fp8", "nf4"] = "bf16"
-    """How the frozen weights of linear layers are stored: bf16 in the run's dtype; fp8 and nf4 quantized (QLoRA,
+    """Storage of the frozen weights of linear layers: bf16 in the run's dtype; fp8 and nf4 quantized (QLoRA,
     arXiv:2305.14314), and dequantized layer by layer when needed. nf4 needs torchao (megatron-wrap[qlora])."""
     base_digest: Literal["headers", "weights"] = "headers"
-    """What a checkpoint of the adapter alone records of hf_path, and a resumed run compares. headers: config.json and
+    """Record of hf_path in a checkpoint of the adapter alone, which a resumed run compares. headers: config.json and
     the names, sizes and headers of the weight files; weights: also their contents, which are read for it."""
     keep_base: bool = False
     """Save the frozen weights with each checkpoint; false: only the adapter, if the frozen weights are those of
@@ -365,5 +368,6 @@ class AdapterConfig:
 
     @property
     def decomposes_base(self) -> bool:
-        """Whether the initial factors are those of the base's weights, and their product is taken from the base."""
+        """Whether the initial factors are computed from the base's weights, and their product is subtracted from the
+        base."""
         return self.init_lora_weights == "pissa"

@@ -7,7 +7,7 @@ from megatron_wrap.config.schema.keys import checked_field, key
 from megatron_wrap.errors import ConfigError
 
 SOURCES = ("copy", "base", "adapter", "hf_path", "checkpoint")
-"""Keys that name the weights; a mapping has at most one of them."""
+"""Keys that name the weights; a mapping contains at most one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class ReferenceModelConfig:
 
     @property
     def source(self) -> str:
-        """The key that names the weights, one of SOURCES."""
+        """The key that names the weights, one of `SOURCES`; copy where none is set, as with `precomputed` alone."""
         return next((name for name in SOURCES if getattr(self, name)), "copy")
 
     @property

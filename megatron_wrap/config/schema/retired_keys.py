@@ -1,4 +1,4 @@
-"""Advice on keys that are retired, misplaced, or set by the program from another key; `retired_keys.yaml` has it."""
+"""Advice on keys that are retired, misplaced, or set by the program from another key, read from `retired_keys.yaml`."""
 
 import functools
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ def _tables() -> Mapping[str, Any]:
 
 @functools.cache
 def retired_keys() -> Mapping[str, str]:
-    """Retired keys of Megatron-LM, in any section -> what to do."""
+    """Retired keys of Megatron-LM, in any section -> advice."""
     return _by_name(_tables()["retired"])
 
 
 @functools.cache
 def set_elsewhere(section: str) -> Mapping[str, str]:
-    """Megatron-Core's fields that the program fills from other keys, for a field of `RunConfig` -> what to do."""
+    """Fields of Megatron-Core that the program fills from other keys, for a field of `RunConfig` -> advice."""
     return _by_name(_tables()["set_elsewhere"].get(section, {}))
 
 
@@ -32,7 +32,7 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def key_advice(section_path: str, key: str) -> str | None:
-    """What to do about a key that does not belong in this section; None for an unknown key."""
+    """Advice on a key that does not belong in this section; None for an unknown key."""
     advice = set_elsewhere(SECTION_AT.get(section_path, "")).get(key) or retired_keys().get(key)
     if advice is not None:
         return advice

@@ -162,21 +162,21 @@ class CheckpointConfig:
     """Copy the state to host memory, train on, and write the checkpoint by other processes meanwhile; at most one at a
     time."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """stop: a save that fails ends the run. continue: a failed save of save_interval or best_metric is logged and the
-    run continues, until the third in a row fails."""
+    """stop: a save that fails ends the run. continue: a failed save of save_interval or best_metric is logged, and the
+    run continues until the third failure in a row."""
     staging_folder: str | None = None
     """Local folder of the checkpoints of a remote train.common.save (s3://, gs://, hf://), where they are written and
     wait for their upload; shared by all nodes. null: `checkpoints` in the output folder."""
     upload_limit_gib: float | None = key(None, above=0)
     """Size of the checkpoints that may wait for their upload, in GiB; null: three times that of the newest."""
     on_upload_limit: Literal["drop_oldest", "wait", "stop"] = "drop_oldest"
-    """A save that would exceed that size. drop_oldest: it replaces the oldest that waits, with a warning. wait:
-    training waits for the upload. stop: end the run with an error."""
+    """Action when a save would exceed upload_limit_gib. drop_oldest: it replaces the oldest that waits, with a warning.
+    wait: training waits for the upload. stop: end the run with an error."""
     upload_wait_minutes: float = key(60.0, at_least=0)
-    """Time that the end of a run waits for its uploads; what is not sent then stays in the staging folder, and the next
-    start sends it."""
+    """Minutes that the end of a run waits for its uploads; what is not sent then stays in the staging folder, and the
+    next start sends it."""
     export_hf: bool = False
-    """With each checkpoint, write a Hugging Face folder `hf_ITERATION` to the same folder."""
+    """Write a Hugging Face folder `hf_ITERATION` to the same folder with each checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,13 +185,12 @@ class BadStepsConfig:
     trained token (docs/bad-steps.md)."""
 
     on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
-    """A step whose loss or gradient is not finite. stop: end the run with the cause, before the weights change. skip:
-    leave the weights as they are, count the step and warn with the cause. rollback: load the newest checkpoint in
-    train.common.save, and train from it without the samples of the step. An overflow under fp16's loss scale is
-    not a bad step.
-    """
+    """Action at a step whose loss or gradient is not finite. stop: end the run with the cause, before the weights
+    change. skip: leave the weights as they are, count the step and warn with the cause. rollback: load the newest
+    checkpoint in train.common.save, and train from it without the samples of the step. An overflow under fp16's loss
+    scale is not a bad step."""
     max_in_a_row: int = key(5, at_least=1)
-    """Number of such steps in a row that ends the run despite skip."""
+    """Number of bad steps in a row that ends the run despite skip."""
     max_rollbacks: int = key(3, at_least=1)
     """Rollbacks of a run; the next bad step ends it despite rollback."""
     spike_threshold: float | None = key(None, above=0, null_means_off=True)
@@ -200,7 +199,7 @@ class BadStepsConfig:
     spike_window: int = key(100, at_least=10)
     """Losses that a spike is compared with; until there are that many, no loss is a spike."""
     max_without_loss: int = key(10, at_least=1)
-    """Number of batches in a row without a trained token that ends the run; those before are skipped. 1: the first
+    """Number of batches in a row without a trained token that ends the run; earlier ones are skipped. 1: the first
     one."""
 
 
@@ -213,7 +212,7 @@ class ProfileConfig:
     output_dir: str | None = None
     """Folder of the traces and tables; null: `profile` in the run's output folder."""
     memory_snapshot: bool = True
-    """On GPUs, record the allocations of the step before for https://pytorch.org/memory_viz."""
+    """On GPUs, record the allocations of the step before the profiled ones for https://pytorch.org/memory_viz."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +220,7 @@ class RunConfig:
     """A whole run, decoded. `SECTION_PATHS` has the dotted path of each section in the YAML."""
 
     name: str
-    """The YAML's file name without its ending."""
+    """File name of the YAML without its ending."""
     arch: ArchConfig
     parallel: ParallelConfig
     train: TrainConfig
@@ -252,7 +251,8 @@ class RunConfig:
     undeclared: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     """Dotted paths that only the run's YAML sets and no file of the tree: Megatron-Core's fields, a flow's own keys."""
     policy: "RunConfig | None" = field(default=None, repr=False, compare=False)
-    """Of the configuration of a reference or teacher model with its own weights: that of the run it belongs to."""
+    """Configuration of the run that a reference or teacher model with its own weights belongs to; None in a run's own
+    configuration."""
 
     @functools.cached_property
     def resolved_yaml(self) -> str:
@@ -276,7 +276,7 @@ class RunConfig:
         return getattr(getattr(self, section), key)
 
     def set_by(self, path: str) -> SetBy:
-        """What sets the value at the dotted `path`."""
+        """Kind of origin of the value at the dotted `path`."""
         return self.origins[path].set_by if path in self.origins else SetBy.TREE
 
     def located(self, path: str) -> str:
@@ -313,7 +313,7 @@ SECTION_AT = {path: section for section, path in SECTION_PATHS.items()}
 """Dotted path of a section of the YAML -> field of `RunConfig`."""
 
 CATCH_ALL = frozenset({"upstream", "options"})
-"""Fields of sections that are no keys: they have the keys that no other field has."""
+"""Fields of sections that hold the keys which no other field declares; they are no keys themselves."""
 
 UPSTREAM: dict[str, str] = {
     "arch": "TransformerConfig",

@@ -13,7 +13,7 @@ from megatron_wrap.errors import ConfigError
 
 SourceKind = Literal["file", "folder", "glob", "python", "hub"]
 FILE_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".arrow")
-"""Endings of files that a source reads; a file with another ending is read as JSON lines."""
+"""File endings that a source recognizes; a file with another ending is read as JSON lines."""
 _PYTHON = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -36,14 +36,14 @@ class SourceConfig:
     columns: Mapping[str, str] = key({}, kind="a mapping from our name of a column to the file's, or null")
     """Our name of a column -> its name in the file, for columns to rename; null: none."""
     format: Literal["auto", "messages", "sharegpt", "prompt_completion", "text", "preference", "tokens"] = "auto"
-    """What a row contains; another row is refused with its file and number. auto: recognized from the columns."""
+    """Content of a row; another row is refused with its file and number. auto: recognized from the columns."""
     weight: float | None = key(None, above=0)
     """Share of an epoch relative to the other sources' weights; an epoch then has as many samples as all sources
     together. Set one of weight, epochs and samples; all null: epochs 1."""
     epochs: float | None = key(None, above=0)
-    """Passes over this source in an epoch of the run."""
+    """Number of passes over this source in an epoch of the run."""
     samples: int | None = key(None, at_least=1)
-    """Samples of this source in an epoch; of an evaluation set, its first samples."""
+    """Number of samples of this source in an epoch; of an evaluation set, its first samples."""
     sample_weight: float = key(1.0, at_least=0)
     """Factor of each sample's loss weight, multiplied with its column `weight`, if any."""
     max_length: int | None = key(None, at_least=1)
@@ -53,12 +53,12 @@ class SourceConfig:
 
     @property
     def kind(self) -> SourceKind:
-        """What `path` names, from its form and from what exists here; no network."""
+        """Kind of source that `path` names, from its form and from the files that exist here; no network."""
         return source_kind(self.path)
 
 
 def source_kind(path: str) -> SourceKind:
-    """What a source's path names; an existing path is a file or a folder, whatever its form."""
+    """Kind of source that a path names. An existing path is a file or a folder, whatever its form."""
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
         return "folder"

@@ -148,7 +148,7 @@ class OptimConfig:
     adam_beta2: float = key(0.999, at_least=0, below=1)
     """Decay of Adam's second moment."""
     adam_eps: float = key(1e-8, above=0)
-    """Added to Adam's denominator."""
+    """Term that is added to Adam's denominator."""
     sgd_momentum: float = key(0.9, at_least=0, below=1)
     """Momentum of sgd."""
     muon_momentum: float = key(0.95, at_least=0, below=1)
@@ -179,9 +179,9 @@ class OptimConfig:
     """Shard optimizer states over the data- and context-parallel processes (ZeRO-1); null: on GPUs with several
     of them."""
     override_opt_param_scheduler: bool = False
-    """On resume use the schedule of the YAML."""
+    """On resume, use the schedule of the YAML."""
     use_checkpoint_opt_param_scheduler: bool = False
-    """On resume use the schedule of the checkpoint."""
+    """On resume, use the schedule of the checkpoint."""
     upstream: Mapping[str, Any]
     """Further fields of `OptimizerConfig`, by name."""
 
@@ -205,13 +205,13 @@ class PrecisionConfig:
     hysteresis: int = key(2, at_least=1)
     """Overflows before the scale shrinks."""
     fp8: Literal["hybrid", "e4m3"] | None = None
-    """Matrix products of the layers in FP8 (Transformer Engine, with bf16): hybrid uses e4m3 forward and e5m2 for
-    gradients, e4m3 uses e4m3 for both; null: none. Embedding, output layer, attention core and norms stay in bf16."""
+    """Matmuls of the layers in FP8 (Transformer Engine, with bf16): hybrid uses e4m3 forward and e5m2 for gradients,
+    e4m3 uses e4m3 for both; null: none. Embedding, output layer, attention core and norms stay in bf16."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
     """Scales of FP8 tensors: delayed: one per tensor, from earlier steps; tensorwise: one per tensor, from its current
     values; blockwise: one per block of 128 or 128 x 128 values."""
     fp8_param_gather: bool = False
-    """Store and gather the weights of these matrices in FP8; needs the distributed optimizer, which stores them in
+    """Store and gather the weights of the FP8 matmuls in FP8; needs the distributed optimizer, which stores them in
     fp32."""
     first_last_layers_bf16: bool = False
     """With fp8: the first and the last layers stay in bf16; not with fp8_recipe delayed."""
@@ -250,7 +250,7 @@ class DDPConfig:
     """Gather updated parameters during the next forward pass; null: with use_distributed_optimizer and
     overlap_grad_reduce."""
     ddp_bucket_size: int | None = key(None, at_least=1, null_means_off=True)
-    """Parameters in one bucket of an overlapped reduction; null: 40 million, or a million per data- and
+    """Number of parameters in one bucket of an overlapped reduction; null: 40 million, or a million per data- and
     context-parallel process if that is more (Megatron-Core's rule)."""
     upstream: Mapping[str, Any]
     """Further fields of `DistributedDataParallelConfig`, by name."""

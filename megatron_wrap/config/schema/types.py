@@ -12,7 +12,7 @@ _NAMES.update({dict: "a mapping", type(None): "null"})
 
 
 class Mismatch(Exception):
-    """A value is not of the type; the text is what it must be."""
+    """A value is not of the required type; the text describes the type."""
 
 
 def check_value(value: Any, hint: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A run whose configuration names remote folders and files works on local copies of them."""
+"""Local copies of the remote folders and files that a run's configuration names."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_wrap.remote.files import cache_folder, fetch_file, is_remote
 
 def with_local_copies(config: RunConfig) -> RunConfig:
     """The configuration with local paths instead of remote ones: for `save` its staging folder, for `load` and data
-    files a copy in the cache. Missing copies are downloaded, of a checkpoint folder the newest undamaged checkpoint;
-    several processes of a machine download once. The resolved configuration keeps the URLs.
+    files a copy in the cache. Missing copies are downloaded; of a checkpoint folder, only the newest undamaged
+    checkpoint. Several processes of a machine download once. The resolved configuration keeps the URLs.
 
     Raises:
         ConfigError: a URL cannot be used. CheckpointError, DataError: what it names cannot be read.
@@ -29,7 +29,7 @@ def with_local_copies(config: RunConfig) -> RunConfig:
 
 
 def local_checkpoints(url: str, strict: bool = False) -> Path:
-    """The local copy of a remote checkpoint folder, with its newest checkpoint, or of one checkpoint.
+    """The local copy of a remote checkpoint folder, with its newest checkpoint, or of a single remote checkpoint.
 
     Raises:
         ConfigError: the URL cannot be used. CheckpointError: there is no undamaged checkpoint.
@@ -44,7 +44,7 @@ def local_checkpoints(url: str, strict: bool = False) -> Path:
 
 
 def _cached(url: str) -> Path:
-    """Folder of the local copies of a remote checkpoint folder, also that of one of its checkpoints."""
+    """Folder of the local copies of a remote checkpoint folder; the same for one of its checkpoints."""
     root = url.rstrip("/").rpartition("/")[0] if is_one(url) else url.rstrip("/")
     return cache_folder() / "checkpoints" / hashlib.sha256(root.encode()).hexdigest()[:32]
 

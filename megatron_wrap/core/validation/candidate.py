@@ -1,4 +1,4 @@
-"""A run that is about to begin, and what its validations report."""
+"""A run that is about to begin, and the notes that its validations report."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from megatron_wrap.config import RunConfig
 
 
 class Note(NamedTuple):
-    """One line about what was validated."""
+    """One line about a validated item."""
 
     text: str
     is_warning: bool = False
-    """The run can begin, but this is unusual."""
+    """Whether the note is a warning: the run can begin, but the situation is unusual."""
 
 
 @dataclass
 class Candidate:
-    """The run, and the results of a validation that later ones use."""
+    """The run, and results of validations that later ones use."""
 
     config: RunConfig
     num_processes: int | None = None
-    """Over all nodes, if a command is about to start them; None: this process is one of them."""
+    """Number of processes over all nodes, if a command is about to start them; None: this process is one of them."""
     own_script: bool = False
-    """The processes run a script of the user, which may register the flow itself."""
+    """Whether the processes run a script of the user, which may register the flow itself."""
     has_files: bool = True
-    """The processes see the files and devices of this machine; False: the configuration alone can be validated."""
+    """Whether the processes see the files and devices of this machine; False: only the configuration can be
+    validated."""
     runs_elsewhere: bool = False
-    """The processes run on other machines than this one."""
+    """Whether the processes run on other machines than this one."""
     reference: RunConfig | None = None
-    """The configuration of the reference or teacher model, from `reference_config`."""
+    """Configuration of the reference or teacher model, from `reference_config`; None: there is none."""
     tokenizer: Any = None
-    """The run's Hugging Face tokenizer."""
+    """The run's Hugging Face tokenizer; None: there is none."""
     vocab_size: int = 0
-    """Of the model, without padding."""
+    """Vocabulary size of the model without padding; 0 before it is known."""
     unreadable: set[str] = field(default_factory=set)
     """Paths of sources that cannot be read."""

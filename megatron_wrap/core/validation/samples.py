@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 
 _FIRST_ROWS = 16
-"""Rows of each source that are rendered."""
+"""Number of first rows of each source that are rendered."""
 _LISTED = 3
-"""Rows of each source that are listed with their mistake."""
+"""Largest number of rows of each source that are listed with their mistake."""
 _LOOK = "megatron-wrap inspect-data shows which tokens of the data are trained: look for answers, or for truncation"
 
 
@@ -83,7 +83,7 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
 
     Raises:
         DataError: a row cannot be used; the message begins with its file and row. FlowError: the flow breaks its
-            contract. ConfigError: stored outputs of the reference model are those of another run.
+            contract. ConfigError: stored outputs of the reference model belong to another run.
     """
     config = candidate.config
     if not is_known_flow(candidate):
@@ -125,8 +125,8 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
 
 
 def data_warnings(config: RunConfig, tokenizer: Any, vocab_size: int) -> Iterator[str]:
-    """What a run warns about before its first step: a tokenizer much smaller than the model's vocabulary, tokens that
-    are new to the weights, and parts of messages that the chat template drops. Reads files only."""
+    """Warnings of a run before its first step: a tokenizer much smaller than the model's vocabulary, tokens that are
+    new to the weights, and parts of messages that the chat template drops. Reads files only."""
     yield from filter(
         None, [small_tokenizer(config.arch, tokenizer), new_tokens_warning(config, tokenizer, vocab_size)]
     )
@@ -194,7 +194,7 @@ def _describe(
     lengths: Sequence[int],
     bad: Sequence[DataError],
 ) -> Iterator[Note]:
-    """Notes about the first rows of a source, of which `lengths` has the tokens of those that can be used."""
+    """Notes about the first rows of a source; `lengths` are the tokens of the rows that can be used."""
     if candidate.config.data.on_bad_sample == "skip":
         for mistake in bad[:_LISTED]:
             yield Note(f"{mistake}; left out (on_bad_sample: skip)", is_warning=True)
@@ -207,7 +207,7 @@ def _describe(
 
 
 def _describe_losses(source: SourceConfig, prepared: Sequence[Any], untrained: int) -> Iterator[Note]:
-    """Warnings about first rows of a source that teach nothing."""
+    """Warnings about first rows of a source that have no effect on training."""
     from megatron_wrap.flow.shared.text import ENCODED
 
     of = f"of the first {counted(len(prepared), 'row')}"
@@ -259,5 +259,6 @@ def _sources(config: RunConfig) -> list[SourceConfig]:
 
 
 def _is_local(source: SourceConfig) -> bool:
-    """Whether it is files; a hub id may have to be downloaded, and a Python source to be computed."""
+    """Whether a source consists of files of this machine. A hub id may have to be downloaded, and a Python source to be
+    computed."""
     return source.kind in ("file", "folder", "glob")

@@ -62,8 +62,8 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
 
 
 def new_tokens_warning(config: RunConfig, tokenizer: Any, vocab_size: int) -> str | None:
-    """A warning if the weights that the run starts from were not trained with some of its tokens: their rows get the
-    mean of the others', and whether they stay frozen. Reads files only."""
+    """A warning if the weights that the run starts from were not trained with some of its tokens: the rows of these
+    tokens begin as the mean of the other rows. It also reports whether they stay frozen. Reads files only."""
     from megatron_wrap.bridge.loading.hf_path import folder_arch, tokens_new_to_folder
     from megatron_wrap.checkpoint.precheck import starting_checkpoint, tokens_new_to_checkpoint
 
@@ -95,7 +95,7 @@ def new_tokens_warning(config: RunConfig, tokenizer: Any, vocab_size: int) -> st
 
 
 def _frozen_rows(config: RunConfig, tokens: NewTokens, vocab_size: int) -> list[str]:
-    """Hugging Face's names of the vocabulary's layers whose rows of new tokens would not be trained."""
+    """Hugging Face's names of the vocabulary layers whose rows of new tokens would not be trained."""
     from megatron_wrap.bridge.export.export_format import export_format
     from megatron_wrap.bridge.export.frozen import frozen_names, hugging_face_names
     from megatron_wrap.bridge.mapping.adapter_targets import saved_parameters
@@ -120,7 +120,7 @@ def check_platform(candidate: Candidate) -> Iterator[Note]:
     """Let Megatron-Core validate the configuration of the model on this machine's platform.
 
     Raises:
-        PlatformError: the platform lacks what the configuration requires, or Megatron-Core rejects it. ConfigError: an
+        PlatformError: the platform does not support the configuration, or Megatron-Core rejects it. ConfigError: an
             unknown model provider or metric logger.
     """
     from megatron_wrap.model.provider import MegatronModelProviderEntry

@@ -1,6 +1,6 @@
-"""What is validated of a run before it begins, in one order for `MegatronWrap` and the command line.
+"""The validations of a run before it begins, in one order for `MegatronWrap` and the command line.
 
-Needs no process group, and writes nothing.
+They need no process group, and write nothing.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from megatron_wrap.metrics.number_format import counted
 
 @dataclass(frozen=True)
 class Validation:
-    """One item of what is validated."""
+    """One item of the validation of a run."""
 
     name: str
     notes: Callable[[Candidate], Iterable[Note]]
-    """Validates, and yields what it has seen; raises the first mistake, with others in its `further`."""
+    """Function that validates, and yields notes about what it found; raises the first mistake, with others in its
+    `further`."""
     by: Literal["process", "command", "set-up"]
-    """Of `megatron-wrap train`: every process, after the command; the command alone, which starts them; or the
-    processes, while they set up the run."""
+    """Part of `megatron-wrap train` that validates the item. process: every process, after the command; command: only
+    the command that starts them; set-up: the processes, while they set up the run."""
     needs: tuple[str, ...] = ()
     """Names of validations without which this one has no meaning."""
     anywhere: bool = False
-    """It depends on the configuration alone, not on the files and devices of this machine."""
+    """Whether the validation depends on the configuration alone, not on the files and devices of this machine."""
 
 
 class Item(NamedTuple):
@@ -56,7 +57,7 @@ class Item(NamedTuple):
 
     status: Literal["ok", "warning", "error", "not checked"]
     name: str
-    """Of the validation."""
+    """Name of the validation."""
     text: str
 
 
@@ -66,8 +67,8 @@ def validate(
     """Validate a decoded configuration.
 
     Args:
-        num_processes: of a run that a command is about to start, over all nodes: its layout, data files and flow are
-            validated once, for all processes. None: this process is one of them.
+        num_processes: number of processes, over all nodes, of a run that a command is about to start: its layout, data
+            files and flow are validated once, for all processes. None: this process is one of them.
         own_script: the processes run a script of the user, which may register the flow itself.
         has_files: the processes see the files and devices of this machine.
 
@@ -116,7 +117,7 @@ def check(candidate: Candidate) -> list[Item]:
 
 
 def errors_of(name: str, error: MegatronWrapError) -> list[Item]:
-    """The lines of an error and of those in its `further`."""
+    """The lines of an error and of the errors in its `further`."""
     return [Item("error", name, str(each)) for each in (error, *error.further)]
 
 
@@ -249,4 +250,4 @@ VALIDATIONS = (
     Validation("adapter", _adapter, "process", ("configuration", "checkpoint")),
     Validation("first rows", check_first_rows, "set-up", ("flow", "tokenizer")),
 )
-"""In their order. Only data, flow, and those after it import torch."""
+"""All validations in their order. Only data, flow, and those after it import torch."""

@@ -1,1 +1,1 @@
-"""`megatron-wrap doctor`: what is wrong with the nodes of a run, before it begins."""
+"""`megatron-wrap doctor`: checks of the nodes of a run, before it begins."""

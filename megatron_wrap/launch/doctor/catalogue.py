@@ -32,7 +32,7 @@ CHECKS = (
 
 
 def quick_answers(subject: Subject) -> list[Answer]:
-    """The warnings of what takes milliseconds, before a run is started on this node.
+    """The warnings of the checks that take milliseconds, before a run is started on this node.
 
     Raises:
         PlatformError: this node cannot run it; the other errors are in `further`.

@@ -1,4 +1,4 @@
-"""What a check of a node is, and one report from the answers of all nodes."""
+"""The checks of a node, and one report from the answers of all nodes."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from megatron_wrap.parallel.nodes import difference_of
 
 Status = Literal["ok", "warning", "error"]
 _SHOWN_NODES = 4
-"""Whose different answers a line without an error shows."""
+"""Largest number of nodes whose different answers are shown in a line without an error."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """This node, and the run that it is examined for."""
+    """The node to examine, and the run that it is examined for."""
 
     config: RunConfig | None = None
-    """None: no run, and what depends on one is not checked."""
+    """The run's configuration; None: there is no run, and checks that depend on one are skipped."""
     processes: int = 1
-    """Of the run, on this node."""
+    """Number of processes of the run on this node."""
     world_size: int = 1
-    """Processes of the run, over all nodes."""
+    """Number of processes of the run, over all nodes."""
     num_nodes: int = 1
 
     @property
     def save(self) -> Path | None:
-        """The folder of checkpoints; None: there is none."""
+        """The folder of checkpoints; None: the run saves none."""
         folder = None if self.config is None else self.config.train.save
         return None if folder is None else Path(folder).expanduser().absolute()
 
 
 class Finding(NamedTuple):
-    """One thing that a check has seen."""
+    """One result of a check."""
 
     text: str
-    """With a warning or an error: what is wrong, with the numbers; then what to do."""
+    """Description of the result; for a warning or an error, what is wrong, with the numbers, then what to do."""
     status: Status = "ok"
 
 
 class Check(NamedTuple):
-    """Something that is looked at on each node."""
+    """One check that is made on each node."""
 
     name: str
     look: Callable[[Subject], Iterable[Finding]]
-    """Returns nothing where there is nothing to look at."""
+    """Function that returns the findings about a subject; empty where there is nothing to check."""
     if_nodes_differ: Status = "ok"
-    """What it is when a node's text is another one."""
+    """Status of the check when the texts of the nodes differ."""
     is_quick: bool = True
-    """Takes milliseconds and imports no torch, so that `megatron-wrap train` begins with it."""
+    """Whether the check takes milliseconds and imports no torch, so that `megatron-wrap train` begins with it."""
 
 
 class Answer(NamedTuple):
@@ -65,19 +65,19 @@ class Answer(NamedTuple):
 
 
 class NodeAnswers(NamedTuple):
-    """What the checks found on a node."""
+    """Answers of the checks on a node."""
 
     node: str
     answers: Sequence[Answer]
 
 
 def answers(checks: Iterable[Check], subject: Subject) -> list[Answer]:
-    """What the checks find on this node."""
+    """Answers of the checks on this node."""
     return [Answer(check.name, *finding, check.if_nodes_differ) for check in checks for finding in check.look(subject)]
 
 
 def merged(nodes: Sequence[NodeAnswers]) -> list[Item]:
-    """A line for each check; a node that differs, or has a warning or an error, is named if there are several."""
+    """A line for each check. Of several nodes, those that differ or have a warning or an error are named."""
     names = dict.fromkeys(answer.name for node in nodes for answer in node.answers)
     return [item for name in names for item in _of_check(name, nodes)]
 

@@ -20,20 +20,20 @@ from megatron_wrap.launch.doctor.checks import Finding, Subject
 from megatron_wrap.metrics.number_format import with_prefix
 
 PROBE = ".megatron-wrap-doctor-{}"
-"""Name of a file that is written and removed."""
+"""Name of a file that is written and removed as a test."""
 _BYTES_OF_A_PARAMETER = 12
-"""At least, in a checkpoint with Adam's state: an fp32 weight and two fp32 moments."""
+"""Smallest number of bytes per parameter in a checkpoint with Adam's state: an fp32 weight and two fp32 moments."""
 _CLOCK_SECONDS = 2.0
-"""Difference of two clocks that is reported; time stamps of files have seconds on some file systems."""
+"""Difference of two clocks that is reported, in seconds; on some file systems time stamps have whole seconds."""
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the part of its path that exists already."""
+    """The folder, or the longest part of its path that exists."""
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
 def tracker(subject: Subject) -> Iterator[Finding]:
-    """Whether the newest checkpoint is the one that the tracker names."""
+    """Check whether the newest checkpoint is the one that the tracker names."""
     if subject.save is None:
         return
     store = CheckpointFolder(subject.save)
@@ -64,7 +64,8 @@ def tracker(subject: Subject) -> Iterator[Finding]:
 
 
 def free_space(subject: Subject) -> Iterator[Finding]:
-    """Whether a checkpoint fits; a file is written, as a quota or a read-only mount is not seen otherwise."""
+    """Check whether a checkpoint fits. A file is written, because a quota or a read-only mount is not visible
+    otherwise."""
     if subject.save is None or subject.config is None:
         return
     folder = existing(subject.save)
@@ -85,13 +86,13 @@ def free_space(subject: Subject) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(config: RunConfig) -> int | None:
-    """Size of the newest checkpoint of the run, else at least that of its first one; None: not known."""
+    """Size of the run's newest checkpoint in bytes, else a lower bound of its first one; None: not known."""
     store = CheckpointFolder(config.train.save or ".")
     latest = store.latest()
     sizes = {} if latest is None else read_facts(store.find(latest) or Path()).get("files", {})
     if sizes:
         return sum(sizes.values())
-    if saves_adapter_alone(config) or config.arch.vocab_size is None:  # null: that of a tokenizer
+    if saves_adapter_alone(config) or config.arch.vocab_size is None:  # null: the size of a tokenizer
         return None
     try:
         exported = export_format(config)
@@ -102,11 +103,11 @@ def checkpoint_bytes(config: RunConfig) -> int | None:
 
 
 def file_clock(subject: Subject) -> Iterator[Finding]:
-    """Whether the clock of this node is that of the file system of `save`."""
+    """Compare the clock of this node with that of the file system of `save`."""
     if subject.save is None:
         return
     folder = existing(subject.save)
-    with contextlib.suppress(OSError):  # an error of free_space
+    with contextlib.suppress(OSError):  # free_space reports the error
         ahead = _write(folder)
         if abs(ahead) > _CLOCK_SECONDS:
             difference = f"{abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'}"
@@ -117,8 +118,8 @@ def file_clock(subject: Subject) -> Iterator[Finding]:
 
 
 def _write(folder: Path) -> float:
-    """Write a file with fsync and remove it; returns how far the clock of this node is ahead of its time stamp, in
-    seconds."""
+    """Write a file with fsync and remove it; returns the seconds by which this node's clock is ahead of its time
+    stamp."""
     path = folder / PROBE.format(secrets.token_hex(4))
     try:
         now = time.time()
@@ -133,7 +134,7 @@ def _write(folder: Path) -> float:
 
 
 def hub_cache(subject: Subject) -> Iterator[Finding]:
-    """Whether the cache can be read, and has the repositories that the run names."""
+    """Check whether the cache can be read, and contains the repositories that the run names."""
     from huggingface_hub import constants
 
     cache, needed = Path(constants.HF_HUB_CACHE), _hub_ids(subject.config)
@@ -160,7 +161,7 @@ def hub_cache(subject: Subject) -> Iterator[Finding]:
 
 
 def _hub_ids(config: RunConfig | None) -> list[str]:
-    """The repositories of models that a run names."""
+    """The model repositories that a run names."""
     if config is None:
         return []
     reference = config.models.reference_or_teacher

@@ -19,24 +19,24 @@ from megatron_wrap.platform.megatron_core.versions import check_version
 
 SHARED_MEMORY = Path("/dev/shm")
 _NCCL_BYTES = 32 * 2**20
-"""Of shared memory that NCCL takes for each process of a node, a generous estimate: its buffers are 4 MiB for each
-channel to a neighbor without peer-to-peer access (NCCL_BUFFSIZE)."""
+"""Bytes of shared memory that NCCL allocates for each process of a node, a generous estimate: its buffers are 4 MiB for
+each channel to a neighbor without peer-to-peer access (NCCL_BUFFSIZE)."""
 _SMALL_BYTES = 1 << 30
-"""Below it containers are often started with Docker's default of 64 MB."""
+"""Size of /dev/shm in bytes below which a container was probably started with Docker's default of 64 MB."""
 _FILES, _FILES_OF_A_PROCESS = 256, 16
-"""Open files of a process by itself, and for each other process of the run: a connection for each of its groups."""
+"""Open files of a process by itself, and per other process of the run: a connection for each of its groups."""
 
 
 # ---- packages ----
 
 
 def version_of(name: str, subject: Subject) -> Iterator[Finding]:
-    """The version of one of `installed_versions`."""
+    """Report the version of one of `installed_versions`."""
     yield Finding(installed_versions()[name] or "not installed")
 
 
 def megatron_core(subject: Subject) -> Iterator[Finding]:
-    """Whether this package works with the installed Megatron-Core."""
+    """Check whether this package works with the installed Megatron-Core."""
     try:
         check_version()
     except PlatformError as error:
@@ -46,7 +46,7 @@ def megatron_core(subject: Subject) -> Iterator[Finding]:
 
 
 def transformer_engine(subject: Subject) -> Iterator[Finding]:
-    """Whether Transformer Engine, where it is installed, can be imported with this torch; imports both."""
+    """Check whether Transformer Engine, where it is installed, can be imported with this torch; imports both."""
     version = installed_versions()["Transformer Engine"]
     if version is None:
         yield Finding("not installed; layers are those of torch")
@@ -64,7 +64,7 @@ def transformer_engine(subject: Subject) -> Iterator[Finding]:
 
 
 def short(error: BaseException) -> str:
-    """The message of an error as the part of a line."""
+    """The message of an error, shortened to fit into a line."""
     return " ".join(str(error).split())[:200]
 
 
@@ -72,7 +72,7 @@ def short(error: BaseException) -> str:
 
 
 def gpus(subject: Subject) -> Iterator[Finding]:
-    """Whether there are as many GPUs as processes, without torch."""
+    """Check whether there are as many GPUs as processes, without torch."""
     config, count = subject.config, visible_gpus()
     platform = "auto" if config is None else config.init.platform
     if this_machine(platform).platform == "cpu":  # also auto with GPUs, and a torch without CUDA
@@ -93,7 +93,7 @@ def gpus(subject: Subject) -> Iterator[Finding]:
 
 
 def cuda_build(subject: Subject) -> Iterator[Finding]:
-    """The CUDA and the NCCL that torch was built with; imports torch."""
+    """Report the CUDA and NCCL versions that torch was built with; imports torch."""
     import torch
 
     if torch.version.cuda is None:
@@ -104,7 +104,7 @@ def cuda_build(subject: Subject) -> Iterator[Finding]:
 
 
 def driver(subject: Subject) -> Iterator[Finding]:
-    """Names, driver and other users of the GPUs, and whether torch can use them; imports torch."""
+    """Report names, driver and other users of the GPUs, and check whether torch can use them; imports torch."""
     on_cpu = subject.config is not None and subject.config.init.platform == "cpu"
     if visible_gpus() == 0 or on_cpu:
         return
@@ -131,7 +131,7 @@ def driver(subject: Subject) -> Iterator[Finding]:
 
 
 def shared_memory(subject: Subject) -> Iterator[Finding]:
-    """Whether /dev/shm has room for the buffers of NCCL."""
+    """Check whether /dev/shm has room for the buffers of NCCL."""
     if not SHARED_MEMORY.is_dir():
         yield Finding(f"there is no {SHARED_MEMORY}; mount a tmpfs there", "error")
         return
@@ -153,7 +153,7 @@ def _mib(count: int) -> str:
 
 
 def open_files(subject: Subject) -> Iterator[Finding]:
-    """Whether a process may open as many files as it has connections and data files."""
+    """Check whether a process may open as many files as it has connections and data files."""
     unlimited = {resource.RLIM_INFINITY: sys.maxsize}
     soft, hard = (unlimited.get(limit, limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     sources = 0 if subject.config is None else 2 * len(training_sources(subject.config))

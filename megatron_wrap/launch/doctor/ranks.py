@@ -1,4 +1,4 @@
-"""What the processes of a run find out together: a shared folder, clocks, links between nodes, an all-reduce."""
+"""Checks that the processes of a run make together: a shared folder, clocks, links between nodes, an all-reduce."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from megatron_wrap.parallel.nodes import Node
 from megatron_wrap.platform import choose_platform
 
 WAIT = timedelta(seconds=60)
-"""For the answers of other processes."""
+"""Time limit for the answers of other processes."""
 _FOLDER_SECONDS = 5.0
-"""After which a file of another node is missing: network file systems keep listings for some seconds."""
+"""Seconds after which a file of another node counts as missing: network file systems keep listings for some seconds."""
 _CLOCK_SECONDS, _WRONG_CLOCK_SECONDS, _CLOCK_ROUNDS = 1.0, 60.0, 3
-"""Differences of clocks that are a warning and an error: munge and Kerberos refuse messages that are minutes old."""
+"""Differences of clocks in seconds that are a warning and an error (munge and Kerberos refuse messages that are minutes
+old), and the number of comparisons."""
 _FIRST_BYTES, _MOST_BYTES, _ROUND_SECONDS, _ROUNDS = 2**20, {"cpu": 2**26, "cuda": 2**28}, 0.1, 3
 _SLOW_BYTES = {"gloo": 5 * 10**6, "nccl": 5 * 10**8}
-"""Per second and process of an all-reduce, below any link that a run is used with."""
+"""Backend -> bytes per second and process of an all-reduce below which it is slow, less than any link that runs use."""
 _SLOW_LINK_BYTES = 30 * 10**6
-"""Per second between nodes: a quarter of Gigabit Ethernet."""
+"""Bytes per second between nodes below which a link is slow: a quarter of Gigabit Ethernet."""
 _INTERFACES = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects the nodes"
 
 
@@ -81,14 +82,14 @@ def _this_node(store: dist.Store, rank: int, world_size: int) -> Node:
 
 
 def _between_nodes(store: dist.Store, node: Node, save: Path | None) -> list[Answer]:
-    """Called in the first process of each node."""
+    """The answers about this node and the others. Called in the first process of each node."""
     if node.count == 1:
         return []
     results = _clock(store, node)
     if save is not None:
         probe = existing(save) / PROBE.format(secrets.token_hex(8))
         if node.index == 0:
-            with contextlib.suppress(OSError):  # an error of the free space
+            with contextlib.suppress(OSError):  # the check of free space reports the error
                 probe.touch()
         first = _exchanged(store, "probe", node.index, node.count, [node.name, probe.name])[0]
         results.append(_shared_folder(existing(save), *first))
@@ -98,7 +99,7 @@ def _between_nodes(store: dist.Store, node: Node, save: Path | None) -> list[Ans
 
 
 def _shared_folder(folder: Path, first: str, probe: str) -> Answer:
-    """Whether a file of node 0 is seen in the folder of checkpoints."""
+    """Check whether a file of node 0 is visible in the folder of checkpoints."""
     end = time.monotonic() + _FOLDER_SECONDS
     while not os.path.exists(folder / probe):
         if time.monotonic() > end:
@@ -111,8 +112,8 @@ def _shared_folder(folder: Path, first: str, probe: str) -> Answer:
 
 
 def _clock(store: dist.Store, node: Node) -> list[Answer]:
-    """Compare the clock of this node with that of node 0, which writes its time when all nodes wait for it. It is read
-    late, never early."""
+    """Compare the clock of this node with that of node 0, which writes its time once all nodes wait for it. The time is
+    read late, never early."""
     differences = []
     for number in range(_CLOCK_ROUNDS):
         _exchanged(store, f"clock of {number}", node.index, node.count, None)
@@ -135,7 +136,7 @@ def _clock(store: dist.Store, node: Node) -> list[Answer]:
 def _communication(
     store: dist.Store, rank: int, world_size: int, node: Node, config: RunConfig | None
 ) -> Iterator[Answer]:
-    """An all-reduce over all processes, and the links between nodes. Collective over all ranks."""
+    """Check an all-reduce over all processes, and the links between nodes. Collective over all ranks."""
     if world_size == 1:
         yield Answer("all-reduce", "one process, which communicates with no other", "ok")
         return
@@ -163,7 +164,7 @@ def _communication(
 
 
 def _all_reduce(backend: str, device: torch.device, world_size: int) -> Answer:
-    """Sums over all processes, and their speed."""
+    """Check the sums over all processes, and their speed."""
 
     def work(values: torch.Tensor) -> None:
         dist.all_reduce(values)
@@ -184,7 +185,7 @@ def _all_reduce(backend: str, device: torch.device, world_size: int) -> Answer:
 
 
 def _link(device: torch.device, rank: int, world_size: int, node: Node) -> Iterator[Answer]:
-    """The speed at which the first process of a node receives from the last one of the node before."""
+    """Measure the speed at which the first process of a node receives from the last process of the previous node."""
     before = (rank - 1) % world_size
 
     def work(values: torch.Tensor) -> None:
@@ -205,8 +206,8 @@ def _link(device: torch.device, rank: int, world_size: int, node: Node) -> Itera
 
 
 def _measured(work: Callable[[torch.Tensor], None], device: torch.device) -> tuple[int, float, float]:
-    """Bytes of a tensor of ones, and the seconds of `work` on it in the shortest of some rounds, those of the slowest
-    rank and those of this one. Collective over all ranks."""
+    """Bytes of a tensor of ones, and the seconds of `work` on it in the fastest of some rounds: of the slowest rank and
+    of this rank. Collective over all ranks."""
 
     def seconds() -> tuple[float, float]:
         values = torch.ones(size // 4, device=device)

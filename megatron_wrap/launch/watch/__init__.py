@@ -1,1 +1,1 @@
-"""What the program that starts a run observes of its processes."""
+"""Observation of a run's processes by the program that starts them."""

@@ -1,5 +1,5 @@
-"""What the program that started a run's processes knows of them: which one failed, stopped or makes no progress, where,
-and their stacks."""
+"""Watch over a run's processes in the program that started them: which process failed, stopped or makes no progress,
+where it is, and the stacks of the others."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
 FAILURE = "failure.json"
 """Name of the report in the output folder."""
 _TICK_SECONDS, _START_TICK_SECONDS = 1.0, 0.1
-"""Between two looks; the second until all processes are known."""
+"""Seconds between two looks; the second value applies until all processes are known."""
 _SIMULTANEOUS_SECONDS = 1.0
-"""Within which the errors of processes that lost one may be recorded before its end is noticed."""
+"""Seconds within which the processes that depend on an ended process may record their errors before its end is
+noticed."""
 _DATA, *_REST = (name.removeprefix("megatron_wrap::") for name in (DATA, GRADIENTS, LOSS, OPTIMIZER))
 _IN_A_STEP = {_DATA, *_REST}
-"""Phases as `current_phase` returns them."""
+"""Phases of a step, as `current_phase` returns them."""
 
 
 class ProcessWatch:
-    """Reads the heartbeats of this node's processes, kills one that has stopped, and those that a process has left
-    before the end of the run, and reports failures.
+    """Reads the heartbeats of this node's processes and reports failures. Kills a process that has stopped, and the
+    remaining processes after one has left before the end of the run.
 
     Args:
-        records: what the processes write.
+        records: files that the processes write.
         ranks: their global ranks.
         report: path of `failure.json`; an earlier one is removed.
-        seconds: without a heartbeat after which a process counts as stopped, and without progress in a step after which
-            one counts as stuck (`Stall`); None: any number.
-        is_alone: there is no other node.
+        seconds: seconds without a heartbeat after which a process counts as stopped, and without progress in a step
+            after which one counts as stuck (`Stall`); None: no limit.
+        is_alone: whether there is no other node.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class ProcessWatch:
         self._records = records
         self._stopped: tuple[int, str] | None = None
         self.first_end: tuple[int, float] | None = None
-        """The first process that ended other than a run ends, and when, by `time.time()`."""
+        """Rank of the first process that did not end as a run does, and its time by `time.time()`; None: there is
+        none."""
         self.held: set[int] = set()
-        """Processes that had recorded the end of the run, did not end, and were killed."""
+        """Ranks of processes that had recorded the end of the run, did not end, and were killed."""
         self._ends: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
-        """Rank and exit code of each process that has ended; None: the watch ends."""
+        """(rank, exit code) of each process that has ended; None: the watch ends."""
         with contextlib.suppress(OSError):
             report.unlink()
         for rank in ranks:
@@ -91,7 +93,7 @@ class ProcessWatch:
         Args:
             exit_codes: global rank -> exit code of each process that did not end as the run does; negative: a signal.
             first: the rank that failed first.
-            message: of its error; empty if it has left none.
+            message: message of the first rank's error; empty if it has left none.
             tracebacks: rank -> traceback of its error, of the ranks that have recorded one.
         """
         self.close()
@@ -99,7 +101,7 @@ class ProcessWatch:
         cause = cause_of(exit_codes[first])
         if self._stopped is not None:
             first, cause = self._stopped
-        elif message and exit_codes[first] == -signal.SIGTERM:  # of torchrun's agent, while the exception ended it
+        elif message and exit_codes[first] == -signal.SIGTERM:  # the agent's signal, while the exception ended it
             cause = "ended with exit code 1"
         failed, others = states[first], {rank: text for rank, text in (tracebacks or {}).items() if text}
         content = {
@@ -123,7 +125,8 @@ class ProcessWatch:
         return f"rank {first}{_where(failed)} {cause}{written}"
 
     def _watch(self) -> None:
-        """The time between two looks counts at most twice a tick: this process itself may have been stopped."""
+        """Watch the processes until one fails or the watch is closed. The time between two looks counts as at most two
+        ticks, because this process itself may have been stopped."""
         silence, stall, known = Silence(), Stall(self._seconds or 0.0), set[int]()
         before, finished_seconds = time.monotonic(), 0.0
         while True:
@@ -157,12 +160,12 @@ class ProcessWatch:
         self._ends.put((rank, _exit_code(process)))
 
     def _has_failed(self, rank: int, exit_code: int | None) -> bool:
-        """Whether a process has ended otherwise than a run does, or by the decision of a user's program."""
+        """Whether a process has ended neither as a run does nor by the decision of a user's program."""
         return exit_code not in (None, *ENDS) or not self._records.accounts_for(rank, exit_code)
 
     def _failed_first(self, rank: int, exit_code: int | None) -> None:
-        """Collect the stacks of the others, and kill one if torchrun's agent, which then ends all of them, lets them
-        wait for a process that has left with exit code 0."""
+        """Record the first failed process and collect the stacks of the others. If it has left with exit code 0,
+        torchrun's agent would let the others wait for it, so one of them is killed, after which the agent ends all."""
         self.first_end = rank, time.time()
         others = [other for other in self._ranks if other != rank]
         self._records.collect(others)
@@ -171,7 +174,7 @@ class ProcessWatch:
                 self._kill(other)
 
     def _end_held(self, seconds: float) -> None:
-        """Kill the processes that something, such as a thread, does not let end after the run."""
+        """Kill the processes that something, such as a thread, keeps from ending after the run."""
         if self.held:
             return
         self._records.collect(self._ranks)
@@ -187,7 +190,7 @@ class ProcessWatch:
             self._kill(rank)
 
     def _end_silent(self, silent: tuple[int, float] | None) -> bool:
-        """Kill the process that gave no sign of life for too long, if it lives; whether it was killed."""
+        """Kill the process that gave no sign of life for too long, if it lives; returns whether it was killed."""
         if silent is None or self._seconds is None or silent[1] < self._seconds or self._stopped is not None:
             return False
         rank, seconds = silent
@@ -201,8 +204,8 @@ class ProcessWatch:
         return True
 
     def _end_stuck(self, seconds: float) -> None:
-        """Kill the process that the others wait for: the one that itself does not wait. torchrun's agent ends the
-        others. If all wait for each other, the first is killed, unless those of another node may be the cause."""
+        """Kill the process that the others wait for, which is the one that does not wait. torchrun's agent ends the
+        others. If all wait for each other, the first is killed, unless a process of another node may be the cause."""
         if self._stopped is not None:
             return
         self._records.collect(self._ranks)
@@ -223,8 +226,8 @@ class ProcessWatch:
 
 
 def _exit_code(process: int) -> int | None:
-    """Wait for the end of a child, which stays one to be waited for; negative: a signal; None: torchrun's agent, which
-    asks every 0.2 s, was faster."""
+    """Wait for the end of a child without reaping it; returns its exit code (negative: a signal), or None if torchrun's
+    agent, which polls every 0.2 s, was faster."""
     try:
         ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     except OSError:
@@ -233,14 +236,15 @@ def _exit_code(process: int) -> int | None:
 
 
 class Silence:
-    """How long each process has given no sign of life."""
+    """Seconds since the last sign of life of each process."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._last: dict[int, int] = {}
 
     def longest(self, beats: Mapping[int, int | None], passed: float) -> tuple[int, float] | None:
-        """The rank that has been silent for the longest time, and its seconds."""
+        """(rank, seconds) of the process that has been silent for the longest time; None: no process has given a sign
+        of life."""
         for rank, beat in beats.items():
             if beat is not None:
                 self._seconds[rank] = self._seconds.get(rank, 0.0) + passed if self._last.get(rank) == beat else 0.0
@@ -249,10 +253,11 @@ class Silence:
 
 
 class Stall:
-    """How long all processes of this node have been in a step in which none makes progress.
+    """Time for which all processes of this node have been in a step in which none makes progress.
 
-    Steps differ: a limit counts as exceeded after `seconds` and after ten times the longest pause since the second
-    step; in the first two, in which kernels are compiled, and while a process is in the phase data, after ten minutes.
+    Steps differ, so the limit is the larger of `seconds` and ten times the longest pause since the second step. In the
+    first two steps, in which kernels are compiled, and while a process is in the phase data, it is at least ten
+    minutes.
 
     Args:
         seconds: the limit.
@@ -267,10 +272,10 @@ class Stall:
         self._last: list[Any] = []
 
     def update(self, states: Sequence[Mapping[str, Any] | None], passed: float) -> float | None:
-        """The seconds without progress if they are too many.
+        """Seconds without progress if they exceed the limit, else None.
 
         Args:
-            states: what each process last wrote.
+            states: state that each process wrote last.
             passed: seconds since the last call.
         """
         last, self._last = self._last, [_progress(state) for state in states]
@@ -302,13 +307,13 @@ def _progress(state: Mapping[str, Any] | None) -> Any:
 
 
 def cause_of(exit_code: int) -> str:
-    """How a process has failed, for a sentence."""
+    """Description of a process's failure, for a sentence."""
     unrecorded = ", and the run recorded neither its end nor a stop" if exit_code in ENDS else ""
     return f"{how_it_ended(exit_code)}{unrecorded}"
 
 
 def _where(state: Mapping[str, Any]) -> str:
-    """Process, host, iteration and phase in parentheses."""
+    """Description of a process in parentheses: process, host, iteration and phase."""
     parts = [f"process {state['process']} on {state['host']}" if "process" in state else f"on {socket.gethostname()}"]
     if state.get("iteration") is not None:
         parts.append(f"iteration {state['iteration']}")
@@ -318,7 +323,7 @@ def _where(state: Mapping[str, Any]) -> str:
 
 
 def error_of(ending: Ending | None, failure: ProcessFailure | None) -> tuple[str, str]:
-    """Message and traceback of a process's error, as `exit_on_user_error` or torch's `record` has left it."""
+    """(message, traceback) of a process's error, as `exit_on_user_error` or torch's `record` has left it."""
     if ending is not None or failure is None or not isinstance(failure.message, dict):
         return ("", "") if ending is None else (ending.message, ending.traceback)
     return str(failure.message.get("message", "")), str(failure.message.get("extraInfo", {}).get("py_callstack", ""))
@@ -330,12 +335,12 @@ def first_failure(
     records: ProcessRecords,
     first_end: tuple[int, float] | None,
 ) -> int:
-    """The rank that left without an error, since the others' errors follow from that; else the one whose error was
-    recorded first; else torchrun's first failure that its agent did not cause."""
+    """The rank whose process left first without an error, since the others' errors follow from that. Else the rank
+    whose error was recorded first, else torchrun's first failure that its agent did not cause."""
     errors = {rank: each.time for rank in failed if (each := records.ending(rank)) is not None and each.message}
     if first_end is not None:
         rank, at = first_end
-        is_consequence = failed.get(rank) in (None, -signal.SIGTERM, -signal.SIGABRT)  # of torchrun's agent, of NCCL
+        is_consequence = failed.get(rank) in (None, -signal.SIGTERM, -signal.SIGABRT)  # the agent's signals, NCCL's
         if rank not in errors and not is_consequence and at < min(errors.values(), default=at) + _SIMULTANEOUS_SECONDS:
             return rank
     if errors:

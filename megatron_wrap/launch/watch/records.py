@@ -1,4 +1,4 @@
-"""What the processes of a run leave for the program that started them: state, stacks, collectives."""
+"""Files that the processes of a run leave for the program that started them: state, stacks, collectives."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import process_state
 
 FLIGHT_RECORDER = "flight_recorder"
-"""Folder beside `failure.json`, with the record of each rank."""
+"""Folder next to `failure.json`, with the record of each rank."""
 _COLLECT_SECONDS, _POLL_SECONDS = 1.5, 0.05
-"""That processes have to write."""
+"""Seconds that processes have to write their stacks, and seconds between two looks for them."""
 _MAX_STACKS = 200_000
-"""Bytes of one process's stacks."""
+"""Largest number of bytes of a process's stacks."""
 _WAITING = (
     *("/torch/distributed/", "/torch/cuda/__init__.py", "/megatron/core/pipeline_parallel/"),
     *("/megatron/core/distributed/", "/parallel/collectives.py", "/engine/passes/metric_reduction.py"),
 )
-"""Parts of the files in whose functions a process waits for others."""
+"""Parts of the paths of files in whose functions a process waits for others."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
 
 
 ENDS = (0, 2, INTERRUPTED, RESUME)
-"""Exit codes of the run's end, a user's error, an interrupt and a stop, which count as these only where
+"""Exit codes of the run's end, a user's error, an interrupt and a stop. They count as these only where
 `ProcessRecords.accounts_for` them."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What a process has recorded about its end (parallel/watch/ending.py)."""
+    """A process's own record of its end (parallel/watch/ending.py)."""
 
     exit_code: int | None
     message: str
@@ -53,19 +53,19 @@ class ProcessRecords:
     """The files of this node's processes.
 
     Args:
-        folder: in which the processes write.
-        own_exit_codes: the program is a user's, which may end where it likes outside of steps, with any exit code.
+        folder: folder in which the processes write.
+        own_exit_codes: whether the program is a user's, which may end anywhere outside of steps, with any exit code.
     """
 
     def __init__(self, folder: Path, own_exit_codes: bool = True) -> None:
         self._folder, self._own_exit_codes = folder, own_exit_codes
         self.stacks: dict[int, str] = {}
-        """Rank -> stacks of all its threads, after `collect`."""
+        """Rank -> stacks of all its threads, filled by `collect`."""
         self.pending: dict[int, list[str]] = {}
-        """Rank -> its collectives that have not ended, after `collect`, where torch recorded them."""
+        """Rank -> its collectives that have not ended, filled by `collect` where torch recorded them."""
 
     def state(self, rank: int) -> dict[str, Any] | None:
-        """What a process last wrote about itself; None: nothing."""
+        """State that a process wrote last; None: it has written none."""
         with contextlib.suppress(OSError, ValueError):
             state = json.loads((self._folder / HEARTBEAT.format(rank)).read_text(encoding="utf-8"))
             return state if isinstance(state, dict) else None
@@ -77,7 +77,7 @@ class ProcessRecords:
         return process if isinstance(process, int) and process_state(process) not in ("", "Z", "X") else None
 
     def ending(self, rank: int) -> Ending | None:
-        """What a process recorded about its end; None: nothing."""
+        """A process's record of its end; None: it has recorded none."""
         file = self._folder / ENDING.format(rank)
         with contextlib.suppress(OSError, ValueError, TypeError):
             if file.is_symlink():
@@ -86,8 +86,8 @@ class ProcessRecords:
         return None
 
     def accounts_for(self, rank: int, exit_code: int | None) -> bool:
-        """Whether a process may have ended with this code, one of `ENDS`: the run has recorded it, or a user's program
-        has ended itself outside of the run's setup, steps, evaluations and saves.
+        """Whether a record explains that a process ended with this code, one of `ENDS`: the run has recorded it, or a
+        user's program has ended itself outside of the run's setup, steps, evaluations and saves.
 
         Args:
             exit_code: None: unknown.
@@ -95,22 +95,22 @@ class ProcessRecords:
         return self.has_recorded(rank, exit_code) or self.has_own_exit_code(rank)
 
     def has_recorded(self, rank: int, exit_code: int | None) -> bool:
-        """Whether the run has recorded that the process ends with this code; None: with any."""
+        """Whether the run has recorded that the process ends with this code; None: with any code."""
         ending = self.ending(rank)
         return ending is not None and ending.exit_code is not None and exit_code in (None, ending.exit_code)
 
     def has_own_exit_code(self, rank: int) -> bool:
-        """Whether the exit code of a process is that of a user's program, not of what its run called."""
+        """Whether the exit code of a process was chosen by a user's program, not by code that its run called."""
         ending = self.ending(rank)
         left_by_exit = ending is not None and ending.exit_code is None
         return self._own_exit_codes and not left_by_exit and not (self.state(rank) or {}).get("inside", False)
 
     def has_finished(self, rank: int) -> bool:
-        """Whether a process has recorded its end, and is no program of a user that may still have work."""
+        """Whether a process has recorded its end, and is not a user's program that may still have work."""
         return not self._own_exit_codes and self.has_recorded(rank, None)
 
     def beat(self, rank: int) -> int | None:
-        """Time of a process's last sign of life, in ns; None: there was none yet, or it gives none after its run."""
+        """Time of a process's last sign of life in ns; None: it has given none yet, or gives none after its run."""
         if (self.state(rank) or {}).get("closed"):
             return None
         with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ class ProcessRecords:
         return None
 
     def collect(self, ranks: Iterable[int]) -> None:
-        """Let processes write their stacks and collectives, and read them."""
+        """Make processes write their stacks and collectives, and read them."""
         with contextlib.suppress(OSError):
             (self._folder / COLLECTIVES_REQUEST).touch()
         asked = {rank: process for rank in ranks if (process := self.process(rank)) is not None}
@@ -169,18 +169,19 @@ class ProcessRecords:
         return kept
 
     def waits(self, rank: int) -> bool:
-        """Whether a process waits for others, by what `collect` has read of it."""
+        """Whether a process waits for others, according to the stacks that `collect` has read."""
         if self.pending.get(rank):
             return True
         innermost = (_FRAME.search(thread) for thread in self.stacks.get(rank, "").split("\n\n"))
         return any(part in frame["file"] for frame in innermost if frame is not None for part in _WAITING)
 
     def location(self, rank: int, of_main_thread: bool = True) -> str:
-        """Where a process is, as text: file, line and function outside of Python's own library, else within it; empty
+        """Position of a process as text: file, line and function outside of Python's own library, else within it; empty
         if it has written no stack.
 
         Args:
-            of_main_thread: False: of the first thread that is outside of Python's own library; empty: none is.
+            of_main_thread: False: position of the first thread that is outside of Python's own library; empty if none
+                is.
         """
         text = self.stacks.get(rank, "")
         if of_main_thread:

@@ -1,1 +1,1 @@
-"""The platform interface, and what this machine has."""
+"""The platform interface, and the hardware and packages of this machine."""

@@ -1,4 +1,5 @@
-"""What this machine has, as far as defaults depend on it, without torch, so that `megatron-wrap explain` can use it."""
+"""The properties of this machine on which defaults depend, without torch, so that `megatron-wrap explain` can use
+them."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ from megatron_wrap import __version__
 
 @dataclass(frozen=True)
 class Machine:
-    """A process's hardware and packages."""
+    """Hardware and packages of a process."""
 
     platform: str
-    """"cpu" or "cuda"."""
+    """Name of the platform, "cpu" or "cuda"."""
     transformer_engine: tuple[int, ...] | None
-    """Version of Transformer Engine; None: not usable."""
+    """Version of Transformer Engine; None: it cannot be used."""
     megatron_core: tuple[int, ...] = ()
     """Version of Megatron-Core."""
     triton: bool = False
-    """Kernels of Triton run."""
+    """Whether Triton kernels run."""
     weight_gradients: bool | None = None
-    """torch and the GPU multiply half-precision matrices into an fp32 one; None: not tried."""
+    """Whether torch and the GPU multiply half-precision matrices into an fp32 one; None: not tried."""
     device: str = ""
     """Name of the GPU, such as NVIDIA H200; empty on CPUs."""
 
 
 def this_machine(platform: str) -> Machine:
-    """The machine from its files and its installed packages.
+    """Properties of the machine, from its files and its installed packages.
 
     Args:
         platform: `megatron_wrap.init.platform`; auto is cuda where there is a GPU, and torch is built for CUDA.
@@ -75,18 +76,18 @@ def _gpu_name() -> str:
 
 
 def transformer_engine_version() -> tuple[int, ...] | None:
-    """The installed version, such as (2, 20, 2); None: not installed."""
+    """The installed version of Transformer Engine, such as (2, 20, 2); None: not installed."""
     version = _version("transformer_engine")
     return None if version is None else _numbers(version)
 
 
 def megatron_core_version() -> tuple[int, ...]:
-    """The installed version, such as (0, 19, 2); empty: not installed."""
+    """The installed version of Megatron-Core, such as (0, 19, 2); empty: not installed."""
     return _numbers(_version("megatron-core") or "")
 
 
 def installed_versions() -> dict[str, str | None]:
-    """What has to be the same on every node of a run, with its version; None: not installed."""
+    """Name -> version of what must be the same on every node of a run; None: not installed."""
     return {
         "Python": python_version().rpartition(".")[0],
         "torch": _version("torch"),
@@ -116,7 +117,7 @@ def process_state(process: int) -> str:
 
 
 def how_it_ended(exit_code: int | None) -> str:
-    """The end of a process, for a sentence; a negative exit code is that of a signal."""
+    """Description of a process's end, for a sentence; a negative exit code is that of a signal."""
     if exit_code is None or exit_code >= 0:
         return f"ended with exit code {exit_code}"
     reason = ", as the kernel does when memory runs out" if exit_code == -signal.SIGKILL else ""

@@ -60,14 +60,14 @@ NEEDS_CUDA: dict[str, tuple[Any, ...]] = {
 
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "^NVLS"}
 """Variables of cuBLAS (required by torch.use_deterministic_algorithms), Transformer Engine's attention, and NCCL, as
-Megatron-LM's --deterministic-mode asks for them (megatron/training/arguments.py)."""
+Megatron-LM's --deterministic-mode requires them (megatron/training/arguments.py)."""
 
 
 class Platform(ABC):
     """The hardware of a run. Call `install` before the first use of Megatron-Core."""
 
     name: str
-    """"cpu" or "cuda", as in `megatron_wrap.init.platform`."""
+    """Name of the platform in `megatron_wrap.init.platform`: "cpu" or "cuda"."""
     backend: str
     """The backend of torch.distributed: "gloo" or "nccl"."""
 
@@ -94,7 +94,7 @@ class Platform(ABC):
 
     @property
     def machine(self) -> Machine:
-        """What this machine has; imports Transformer Engine."""
+        """Properties of this machine; imports Transformer Engine."""
         version = transformer_engine_version() if self.has_transformer_engine else None
         here = this_machine(self.name)
         return dataclasses.replace(here, transformer_engine=version, weight_gradients=None, device=self.device_name)
@@ -105,8 +105,8 @@ class Platform(ABC):
         Args:
             environment: variables that CUDA reads at its first use; set until `uninstall`, unless they are set already
                 or CUDA is in use. Ignored on platforms without CUDA.
-            deterministic: until `uninstall`, torch takes deterministic kernels, and an operation without one is torch's
-                error that names it.
+            deterministic: until `uninstall`, torch uses deterministic kernels, and raises an error that names an
+                operation without one.
 
         Raises:
             PlatformError: unsupported or unexpected Megatron-Core, or no such device.
@@ -126,13 +126,14 @@ class Platform(ABC):
         self._installed = True
 
     def keep_installed(self) -> None:
-        """`install` until the process ends, for one with many runs: `uninstall` then restores only what came later."""
+        """Make `install` last until the process ends, for a process with many runs: `uninstall` then restores only
+        later changes."""
         self.install()
         if self._kept is None:
             self._kept, self._replacements = self._replacements, Replacements()
 
     def uninstall(self) -> None:
-        """Restore what `install` replaced; a second call does nothing."""
+        """Restore everything that `install` replaced; a second call does nothing."""
         self._replacements.close()
         self._installed, self._kernels = self._kept is not None, LayerKernels()
 
@@ -179,7 +180,7 @@ class Platform(ABC):
 
     @abstractmethod
     def total_memory_bytes(self) -> int:
-        """Memory of this process's device."""
+        """Memory of this process's device in bytes."""
 
     @abstractmethod
     def transformer_config_settings(
@@ -195,7 +196,8 @@ class Platform(ABC):
 
     @abstractmethod
     def missing_for_fp8(self, recipe: str) -> str | None:
-        """What this machine lacks for layers of Transformer Engine in FP8 with `fp8_recipe`; None: nothing."""
+        """Description of what this machine lacks for Transformer Engine layers in FP8 with `fp8_recipe`; None:
+        nothing."""
 
     def refuse_unsafe(self, settings: Mapping[str, Any], transformer_engine: bool = False) -> None:
         """Validate the user's settings against the platform.

@@ -1,4 +1,4 @@
-"""Copies from the device to the host that overlap with what is queued after them."""
+"""Copies from the device to the host that overlap with later work in the queue."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 def start_host_copy(tensor: Tensor) -> Callable[[], Tensor]:
-    """Queue a copy to page-locked memory after the work of the current stream; call the result to wait for it alone.
+    """Queue a copy to page-locked memory after the work of the current stream; calling the result waits for this copy
+    only.
 
     Args:
-        tensor: of any shape and dtype; one that is on the host is not copied.
+        tensor: a tensor of any shape and dtype; a tensor on the host is not copied.
     """
     if not tensor.is_cuda:
         return lambda: tensor

@@ -52,7 +52,7 @@ def share_device(replacements: Replacements) -> None:
 
 
 def _devices_that_give_way(backend: Any) -> list[Any]:
-    """Devices whose threads preempt no other, where threads have such priorities (Linux)."""
+    """Devices whose threads preempt no other thread, where threads have such priorities (Linux)."""
     before = _threads()
     devices = _devices(backend)
     for thread in _threads() - before:
@@ -63,7 +63,7 @@ def _devices_that_give_way(backend: Any) -> list[Any]:
 
 
 def _threads() -> set[int]:
-    """The threads of this process, empty where the system does not list them."""
+    """The threads of this process; empty where the system does not list them."""
     return set(map(int, os.listdir(_THREADS))) if os.path.isdir(_THREADS) else set()
 
 

@@ -12,7 +12,7 @@ import os
 # malloc.h; mallopt(3)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER_TRIM = 2**31 - 1
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20  # of 64-bit glibc (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20  # limit of 64-bit glibc (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)
 _USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 

@@ -50,7 +50,7 @@ class CpuPlatform(Platform):
 
     @property
     def has_transformer_engine(self) -> bool:
-        """False: its kernels need CUDA."""
+        """False: Transformer Engine's kernels need CUDA."""
         return False
 
     def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
@@ -74,8 +74,8 @@ class CpuPlatform(Platform):
             repairs.repair(replacements)
 
     def seed(self, seed: int) -> None:
-        """Seed the CPU's generator. `torch.manual_seed` would also keep the stack of this call for each kind of device
-        that is not in use, for the time when it is: 5 ms."""
+        """Seed the CPU's generator. `torch.manual_seed` would also record the stack of this call for each kind of
+        device that is not in use yet, which takes 5 ms."""
         torch.default_generator.manual_seed(seed)
 
     def synchronize(self) -> None:
@@ -93,7 +93,7 @@ class CpuPlatform(Platform):
         return {"memory_allocated": now, "memory_reserved": now, "memory_max": max(peak, now)}
 
     def total_memory_bytes(self) -> int:
-        """Memory of the host, which its processes share."""
+        """Memory of the host in bytes, which its processes share."""
         import psutil
 
         return int(psutil.virtual_memory().total)
@@ -104,7 +104,7 @@ class CpuPlatform(Platform):
         """See `Platform.transformer_config_settings`.
 
         Raises:
-            PlatformError: the layers are to use Transformer Engine.
+            PlatformError: `transformer_engine` is set.
         """
         if transformer_engine:
             raise PlatformError(

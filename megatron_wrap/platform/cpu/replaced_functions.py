@@ -22,7 +22,7 @@ _TYPE_NAMES = {
 }
 
 Users = Callable[[Callable[..., Any]], Sequence[tuple[types.ModuleType, str]]]
-"""Function -> the modules in which it has a name, with that name."""
+"""Function that returns (module, name) for each name under which the modules of Megatron-Core refer to a function."""
 
 
 def replace_functions(users: Users, replacements: Replacements) -> None:
@@ -104,7 +104,8 @@ def _patch_rng(module: types.ModuleType, users: Users, replacements: Replacement
 
 
 def _patch_mappings(module: types.ModuleType, users: Users, replacements: Replacements) -> None:
-    """Gather and reduce-scatter unequal sizes, as experts with tensor parallelism need: NCCL can, gloo cannot."""
+    """Make gather and reduce-scatter accept unequal sizes, as experts with tensor parallelism need: NCCL can, gloo
+    cannot."""
 
     def _gather_along_first_dim(
         input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False

@@ -31,7 +31,7 @@ HIDDEN_PACKAGES = {
 
 _MEGATRON = "megatron."
 _COMPILED = "_torchdynamo_orig_callable"
-"""The attribute of what torch.compile returns that holds the function."""
+"""Attribute of torch.compile's result that holds the original function."""
 _FACTORIES = (
     *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "randperm"),
@@ -45,15 +45,15 @@ def is_megatron(module_name: str) -> bool:
 
 
 class _Imported:
-    """The modules of Megatron-Core. The thousands of other modules are read once, not at each installation: in a forked
-    process, reading them copies as many pages."""
+    """Finds the imported modules of Megatron-Core. The thousands of other modules are read once, not at each
+    installation: in a forked process, reading them copies as many pages."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
         self._newest = ""  # the last name of sys.modules, where new ones are added, when it was read
 
     def modules(self) -> list[types.ModuleType]:
-        """Those imported so far."""
+        """Modules of Megatron-Core that have been imported so far."""
         try:
             new = [*itertools.takewhile(lambda name: name != self._newest, reversed(sys.modules))]
         except RuntimeError:  # another thread imports
@@ -64,16 +64,16 @@ class _Imported:
 
 
 class _Record(NamedTuple):
-    """What an installation needs to know about an imported module."""
+    """Record of an imported module, so that another installation need not read it again."""
 
     num_names: int
     rebound: list[tuple[Any, str, Any, Any]]
-    """Module or class, name, its value, and the replacement."""
+    """(module or class, name, value of the name, replacement) of each name to rebind."""
     functions: frozenset[int]
-    """The ids of the functions that the module's names denote."""
+    """Ids of the functions that the module's names refer to."""
 
     def fits(self, module: types.ModuleType) -> bool:
-        """Whether the module has not changed since."""
+        """Whether the module has not changed since the record was made."""
         if self.num_names != len(vars(module)):
             return False
         values = ((vars(owner).get(name), old, new) for owner, name, old, new in self.rebound)
@@ -187,7 +187,7 @@ class TorchView:
         self._imported_while_active.clear()
 
     def imported(self, module: types.ModuleType) -> None:
-        """Note a module of Megatron-Core that is about to run while active."""
+        """Record a module of Megatron-Core that is about to run while active."""
         self._imported_while_active.append(module)
 
     def megatron_modules(self) -> list[types.ModuleType]:
@@ -195,7 +195,7 @@ class TorchView:
         return self._imported.modules()
 
     def is_known(self, module: types.ModuleType) -> bool:
-        """Whether an earlier installation has read this module, which has not changed since."""
+        """Whether an earlier installation has read this module, and the module has not changed since."""
         record = self._records.get(module)
         return record is not None and record.fits(module)
 
@@ -205,7 +205,7 @@ class TorchView:
             replacements.set(owner, name, replacement)
 
     def users(self, function: Callable[..., Any]) -> list[tuple[types.ModuleType, str]]:
-        """The modules of Megatron-Core in which a function has a name, with that name."""
+        """(module, name) for each name under which the modules of Megatron-Core refer to a function."""
         modules = [module for module in self.megatron_modules() if id(function) in self._record(module).functions]
         return [(module, name) for module in modules for name, value in vars(module).items() if value is function]
 
@@ -292,7 +292,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _StubLoader(importlib.abc.Loader):
-    """Replaces a module of Triton kernels by one in which every name is None."""
+    """Replaces a module of Triton kernels by a module in which every name is None."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = types.ModuleType(spec.name, "Triton kernels, absent on platform cpu.")

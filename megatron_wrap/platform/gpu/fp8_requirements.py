@@ -1,4 +1,4 @@
-"""What the FP8 recipes need of a GPU, of Transformer Engine and of CUDA."""
+"""Requirements of the FP8 recipes on the GPU, on Transformer Engine and on CUDA."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _NEEDS: dict[str, tuple[tuple[int, int], tuple[int, ...], tuple[int, int]]] = {
     "tensorwise": (ADA, (2, 2), (12, 1)),
     "blockwise": (HOPPER, (2, 3), (12, 9)),
 }
-"""Recipe -> compute capability (Transformer Engine, pytorch/quantization.py), Transformer Engine (megatron/core/
-fp8_utils.py, get_fp8_recipe) and CUDA (quantization.py), each at least."""
+"""Recipe -> minimum compute capability (Transformer Engine, pytorch/quantization.py), Transformer Engine
+(megatron/core/fp8_utils.py, get_fp8_recipe) and CUDA (quantization.py)."""
 
 
 def missing_for(
     recipe: str, capability: tuple[int, int], transformer_engine: tuple[int, ...], cuda: tuple[int, ...]
 ) -> str | None:
-    """What this machine lacks for a recipe; None: nothing.
+    """Description of what this machine lacks for a recipe; None: nothing.
 
     Args:
         recipe: delayed, tensorwise or blockwise; the needs of others are unknown.

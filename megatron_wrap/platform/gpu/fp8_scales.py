@@ -1,4 +1,4 @@
-"""Scales of the FP8 recipe `delayed`: in checkpoints, and those that Transformer Engine keeps in the process.
+"""Scales of the FP8 recipe `delayed`, in checkpoints and in the memory that Transformer Engine keeps for the process.
 
 Transformer Engine stores them as a pickle, and from 2.20 on reads it only if an environment variable permits any pickle
 (pytorch/_extra_state.py). Here a pickle is read if it creates nothing but Transformer Engine's recipe and tensors.
@@ -44,7 +44,8 @@ def readable_scales(states: Iterable[tuple[str, Any]]) -> Iterator[None]:
 
 
 def forget_scales() -> None:
-    """Forget the scales of `delayed`, which Transformer Engine keeps, and updates, for the rest of the process."""
+    """Forget the scales of `delayed`, which Transformer Engine otherwise keeps and updates for the rest of the
+    process."""
     for name in ("quantization", "fp8"):  # the module's newer and older name
         manager = getattr(sys.modules.get(f"transformer_engine.pytorch.{name}"), "FP8GlobalStateManager", None)
         if manager is not None:
@@ -54,7 +55,7 @@ def forget_scales() -> None:
 
 def _check(name: str, state: Any) -> None:
     try:
-        if isinstance(state, io.BytesIO):  # of older versions of Transformer Engine, which read it with torch.load
+        if isinstance(state, io.BytesIO):  # older versions of Transformer Engine read it with torch.load
             restricted_pickle.torch_load(io.BytesIO(state.getvalue()))
             return
         restricted_pickle.load(io.BytesIO(state.detach().cpu().numpy().tobytes()), _known)
@@ -66,7 +67,7 @@ def _check(name: str, state: Any) -> None:
 
 
 def _known(module: str, name: str) -> Any:
-    """The classes and functions in the pickle of a recipe and its tensors; None for any other."""
+    """The class or function that a name means in the pickle of a recipe and its tensors; None for any other name."""
     from torch._utils import _rebuild_tensor_v2
 
     known = {

@@ -20,14 +20,14 @@ from megatron_wrap.platform.megatron_core import adam, graphs, repairs
 from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 
 _TF32 = "NVIDIA_TF32_OVERRIDE"
-"""cuBLAS reads it at its first use; 0 disables TF32, so fp32 is true fp32. torch disables TF32 by default, but
-Transformer Engine enables it, and Megatron-Core's MoE routers use Transformer Engine whenever it is installed
+"""Variable that cuBLAS reads at its first use; 0 disables TF32, so fp32 is true fp32. torch disables TF32 by default,
+but Transformer Engine enables it, and Megatron-Core's MoE routers use Transformer Engine whenever it is installed
 (moe_utils.py)."""
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _REGISTER = "NCCL_GRAPH_REGISTER"
-"""With expandable segments NCCL must not register the memory of CUDA graphs. Newer releases of Megatron-Core no longer
-check this (transformer/cuda_graphs.py)."""
+"""Variable with which NCCL registers the memory of CUDA graphs, which it must not do with expandable segments. Newer
+releases of Megatron-Core no longer check this (transformer/cuda_graphs.py)."""
 
 
 class CudaPlatform(Platform):
@@ -61,7 +61,7 @@ class CudaPlatform(Platform):
         return bool(importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE)
 
     def _install(self, replacements: Replacements, environment: Mapping[str, str]) -> None:
-        # CUDA has read the others if it is in use
+        # if CUDA is in use, it has read the other variables
         for name, value in {_TF32: "0", **({} if torch.cuda.is_initialized() else environment)}.items():
             replacements.keep_item(os.environ, name)
             os.environ.setdefault(name, value)
@@ -90,7 +90,8 @@ class CudaPlatform(Platform):
         torch.cuda.empty_cache()
 
     def memory_gib(self) -> dict[str, float]:
-        """torch's allocator on this process's GPU, in GiB; memory_max is the peak allocated since the start."""
+        """Memory of torch's allocator on this process's GPU, in GiB; memory_max is the peak allocated since the
+        start."""
         return {
             "memory_allocated": torch.cuda.memory_allocated(self.device) / GIB,
             "memory_reserved": torch.cuda.memory_reserved(self.device) / GIB,
@@ -98,7 +99,7 @@ class CudaPlatform(Platform):
         }
 
     def total_memory_bytes(self) -> int:
-        """Memory of this process's GPU."""
+        """Memory of this process's GPU in bytes."""
         return torch.cuda.get_device_properties(self.device).total_memory
 
     def missing_for_fp8(self, recipe: str) -> str | None:
@@ -128,8 +129,8 @@ class CudaPlatform(Platform):
 
 
 def _free_buffers() -> None:
-    """Free what Transformer Engine keeps for the rest of the process: user buffers, and one unused gradient for each
-    weight shape."""
+    """Free memory that Transformer Engine keeps for the rest of the process: user buffers, and one unused gradient for
+    each weight shape."""
     modules = sys.modules.get("transformer_engine.pytorch.module.base")
     if getattr(modules, "_ub_communicators", None) is not None:
         modules.destroy_ub()  # type: ignore[union-attr]

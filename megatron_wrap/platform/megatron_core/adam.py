@@ -66,16 +66,17 @@ class GroupStepAdam(torch.optim.Optimizer):
         self.gradient_factor: float | Tensor = 1.0
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """The next steps multiply the gradients by this factor as they read them, and leave them as they are.
+        """Make the next steps multiply the gradients by this factor as they read them; the gradients themselves stay
+        unchanged.
 
         Args:
-            factor: nan: the steps change no parameter and no state but their count, see `uncount_step`. On the device
-                of the parameters, fp32 with one element, it need not be known to the host yet.
+            factor: a number; with nan, the steps change no parameter and no state but their count, see `uncount_step`.
+                A tensor, fp32 with one element on the device of the parameters, need not be known to the host yet.
         """
         self.gradient_factor = factor
 
     def uncount_step(self) -> None:
-        """The last step changed nothing, because its factor was nan."""
+        """Undo the count of the last step, which changed nothing because its factor was nan."""
         for group in self.param_groups:
             if group["params"]:
                 group["step"] -= 1
@@ -108,7 +109,7 @@ class GroupStepAdam(torch.optim.Optimizer):
             self._update(chunk, group, factor, fused)
 
     def _update(self, params: list[Tensor], group: dict[str, Any], factor: float, fused: bool) -> None:
-        """With torch's own update; the fused kernel reads and writes each tensor once."""
+        """Update parameters by torch's own update; the fused kernel reads and writes each tensor once."""
         beta1, beta2 = group["betas"]
         update = adamw if self.adam_w_mode else adam
         grads = [param.grad for param in params if param.grad is not None]
@@ -150,12 +151,12 @@ def _chunks(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextlib.contextmanager
 def another_sgd(config: Any, build: Callable[..., torch.optim.Optimizer]) -> Iterator[None]:
-    """In the block Megatron-Core builds this optimizer from a configuration, as it builds sgd.
+    """Make Megatron-Core build this optimizer in the block where its configuration selects sgd.
 
     Args:
         config: Megatron-Core's OptimizerConfig. All parts of a chained optimizer must share it, so it is changed in the
             block.
-        build: takes the parameter groups, and `lr`, `weight_decay` and `momentum` by name.
+        build: function of the parameter groups, and of `lr`, `weight_decay` and `momentum` by name.
     """
     import megatron.core.optimizer as optimizers
 
@@ -167,7 +168,7 @@ def another_sgd(config: Any, build: Callable[..., torch.optim.Optimizer]) -> Ite
 
 @contextlib.contextmanager
 def another_adam(adam_class: type[GroupStepAdam] | None) -> Iterator[None]:
-    """In the block Megatron-Core builds this optimizer as Adam; None: nothing changes."""
+    """Make Megatron-Core build its Adam as this class in the block; None: nothing changes."""
     with Replacements() as replacements:
         if adam_class is not None:
             _replace_adam(replacements, adam_class)
@@ -204,13 +205,13 @@ _COPY = "_copy_main_params_to_model_params"
 
 
 class _RecordedCopies(TorchDispatchMode):
-    """In the block, pairs of a tensor and the memory that it is copied to."""
+    """Records pairs of a tensor and the memory that it is copied to in the block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.are_all = True
-        """Whether nothing else was computed."""
+        """Whether the block only copied, and computed nothing else."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
@@ -221,12 +222,13 @@ class _RecordedCopies(TorchDispatchMode):
 
 
 def model_copies(part: Any) -> dict[Tensor, Tensor] | None:
-    """The memory to which one of Megatron-Core's optimizers copies its parameters after a step: those of the model in
-    half precision, or this process's shards of them. It copies once to find them, so call it between steps.
+    """The memory to which one of Megatron-Core's optimizers copies its parameters after a step: the model's parameters
+    in half precision, or this process's shards of them. The function makes one copy to find it, so call it between
+    steps.
 
     Returns:
-        Parameter of `part.optimizer` -> contiguous memory of the same number of elements; without parameters that are
-        the model's own. None if `part` does something else, such as quantizing.
+        Parameter of `part.optimizer` -> contiguous memory of the same number of elements; without parameters that the
+        model itself uses. None if `part` does something else, such as quantizing.
     """
     copy, gathers = getattr(part, _COPY, None), getattr(part, "ddp_config", None)
     if copy is None or getattr(gathers, "fp8_param_gather", False) or getattr(gathers, "fp4_param_gather", False):
@@ -247,7 +249,7 @@ def model_copies(part: Any) -> dict[Tensor, Tensor] | None:
 
 @contextlib.contextmanager
 def without_model_copies(parts: Iterable[Any]) -> Iterator[None]:
-    """In the block these optimizers of Megatron-Core do not copy their parameters, because Adam does."""
+    """Keep these optimizers of Megatron-Core from copying their parameters in the block, because Adam does it."""
     with Replacements() as replacements:
         for part in parts:
             replacements.set(part, _COPY, lambda: None)

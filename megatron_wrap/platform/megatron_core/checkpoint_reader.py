@@ -39,20 +39,20 @@ COMMON = "common.pt"
 
 
 FilePart = tuple[str, int, int]
-"""Name of a file, and offset and length in bytes."""
+"""(name of a file, offset in bytes, length in bytes) of a part."""
 
 
 ReadPart = Callable[[FilePart, BytesInMemory | None], Any]
-"""Reads a part from memory, or, without one, from its file."""
+"""Function that reads a part from memory, or, without memory, from its file."""
 
 
 class PartReading(Protocol):
-    """Decides when, and by which thread, parts of files are read, and from which memory."""
+    """Decides when, in which thread, and from which memory parts of files are read."""
 
     def ahead(self, parts: Sequence[FilePart], read: ReadPart) -> Iterator[tuple[FilePart, Any]]:
-        """Each part, in this order, and what `read` returned for it; `read` may be called from other threads.
+        """Each part, in this order, and the result of `read` for it; `read` may be called from other threads.
 
-        The memory is used for other parts when the next part is asked for.
+        The memory is reused for other parts once the next part is requested.
 
         Raises:
             CheckpointError: a part must not be used; it is not read then.
@@ -64,7 +64,7 @@ _reading: contextvars.ContextVar[PartReading | None] = contextvars.ContextVar("r
 
 @contextlib.contextmanager
 def read_by(reading: PartReading) -> Iterator[None]:
-    """Within the context `RestrictedReader` reads the parts of tensor files through `reading`."""
+    """Make `RestrictedReader` read the parts of tensor files through `reading` in the block."""
     token = _reading.set(reading)
     try:
         yield
@@ -73,7 +73,7 @@ def read_by(reading: PartReading) -> Iterator[None]:
 
 
 class RestrictedReader(FileSystemReader):
-    """Reads a distributed checkpoint, each file of it from its own folder; reads the metadata once.
+    """Reader of a distributed checkpoint whose files are all in its own folder; reads the metadata once.
 
     Args:
         path: the checkpoint's folder.
@@ -123,9 +123,9 @@ class RestrictedReader(FileSystemReader):
         return finished
 
     def _read_part(self, item: Any, target: torch.Tensor | None, memory: BytesInMemory | None) -> Any:
-        """What a file has for an item: `target`, if it is on the CPU and could be read into it; the elements in
-        `memory`, if they can be copied to `target`; else a new tensor on the CPU; or an object as the bytes of a
-        pickle of this process, read with weights_only and written again."""
+        """The stored value of an item: `target`, if it is on the CPU and could be read into; the elements in `memory`,
+        if they can be copied to `target`; else a new tensor on the CPU. An object is returned as the bytes of a pickle
+        of this process, read with weights_only and written again."""
         info = self.storage_data[item.storage_index]
         file = Path(self.path) / info.relative_path
         with restricted_pickle.refusing(file), contextlib.ExitStack() as stack:
@@ -146,7 +146,7 @@ class RestrictedReader(FileSystemReader):
         return written.getvalue()
 
     def _pass_on(self, planner: Any, items: Sequence[Any], target: torch.Tensor | None, content: Any) -> None:
-        """Give the items what `_read_part` returned for their part of a file."""
+        """Pass the result of `_read_part` for a part of a file to the items of the part."""
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(content))
@@ -164,7 +164,7 @@ def _is_on_cpu(target: torch.Tensor) -> bool:
 
 
 def _whole_target(planner: Any, items: Sequence[Any]) -> torch.Tensor | None:
-    """The memory for what the only item of a part requests, if it is contiguous."""
+    """The memory for the tensor that the only item of a part requests, if it is contiguous."""
     item, *others = items
     if others or item.type == LoadItemType.BYTE_IO:
         return None
@@ -175,7 +175,7 @@ def _whole_target(planner: Any, items: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _take(planner: Any, item: Any, tensor: Any) -> None:
-    """Copy the part of a stored tensor that an item asks for, as torch's FileSystemReader does."""
+    """Copy the part of a stored tensor that an item requests, as torch's FileSystemReader does."""
     tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
     target = planner.resolve_tensor(item).detach()
     if target.size() != tensor.size():
@@ -188,7 +188,7 @@ def _take(planner: Any, item: Any, tensor: Any) -> None:
 
 
 def read_metadata(file: Path) -> Any:
-    """The content of a checkpoint's `.metadata`; raises as `RestrictedReader.read_metadata`, or OSError."""
+    """The content of a checkpoint's `.metadata`; raises the errors of `RestrictedReader.read_metadata`, or OSError."""
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     with restricted_pickle.refusing(file), file.open("rb") as opened:

@@ -22,9 +22,9 @@ _WRITERS = ("megatron.core.datasets.gpt_dataset", "megatron.core.datasets.blende
 
 @contextlib.contextmanager
 def with_dataset_helpers() -> Iterator[None]:
-    """Let Megatron-Core build data sets in memory even without the compiled extension, without its warning that
-    nothing was written. Installed from source, Megatron-Core has the extension only after
-    `make -C megatron/core/datasets`."""
+    """Make Megatron-Core build data sets in memory even without the compiled extension, without its warning that
+    nothing was written. Installed from source, Megatron-Core has the extension only after `make -C
+    megatron/core/datasets`."""
     with Replacements() as replacements:
         for name in _WRITERS:
             hide_log_messages(name, "path_to_cache is None", replacements)
@@ -40,7 +40,7 @@ def with_dataset_helpers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def arrays_without_pickle() -> Iterator[None]:
-    """Let Megatron-Core's data sets read the arrays of an index without pickles. It reads them with
+    """Make Megatron-Core's data sets read the arrays of an index without pickles. Megatron-Core reads them with
     `allow_pickle=True`, which runs the code that a file names; 0.19 permits a list of names.
 
     Raises:
@@ -123,8 +123,8 @@ def blending_indices(
     size: int,
     verbose: bool = False,
 ) -> None:
-    """Fill the source and the number in it of each of `size` windows: always from the source that lacks most of its
-    share, the first of equal ones."""
+    """Fill, for each of `size` windows, its source and its number in the source: always from the source that lacks most
+    of its share, the first of equal ones."""
     shares = np.asarray(weights, dtype=np.float64)
     _blend(dataset_index, dataset_sample_index, shares, np.full(num_datasets, np.inf), size)
 
@@ -132,7 +132,7 @@ def blending_indices(
 def exhaustive_blending_indices(
     dataset_index: np.ndarray, dataset_sample_index: np.ndarray, sizes: Any, num_datasets: int
 ) -> None:
-    """As `blending_indices`, with exactly `sizes[i]` windows of source i."""
+    """Fill the same arrays as `blending_indices`, with exactly `sizes[i]` windows of source i."""
     limits = np.asarray(sizes, dtype=np.int64)
     _blend(dataset_index, dataset_sample_index, limits / limits.sum(), limits, int(limits.sum()))
 

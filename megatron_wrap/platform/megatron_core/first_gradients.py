@@ -1,12 +1,12 @@
 """Gradients that are written over those of the step before, instead of being added to a buffer that was set to zero.
 
 Megatron-Core's DistributedDataParallel sets its gradient buffers to zero before each step, and each micro-batch reads
-them and adds to them. For a weight that `replaces_first`, its part of the buffer is only marked: the first product of
-the step is written over it, which saves two passes over the memory. Whatever else comes first sets the part to zero: a
-gradient that autograd returns, or the reduction over ranks if the weight had none.
+them and adds to them. For a weight that `replaces_first`, its part of the buffer is only marked: the first gradient
+matmul of the step is written over it, which saves two passes over the memory. Anything else that comes first sets the
+part to zero: a gradient that autograd returns, or the reduction over ranks if the weight had no gradient.
 
-Transformer Engine's layers do likewise for weights with `overwrite_main_grad`, but read it in the forward pass: with
-several forward passes before the first backward pass, as in pipelines, each would overwrite the one before.
+Transformer Engine's layers do the same for weights with `overwrite_main_grad`, but read it in the forward pass: with
+several forward passes before the first backward pass, as in pipelines, each gradient would overwrite the previous one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _REPLACES, _STALE = "_replaces_first_gradient", "_has_gradient_of_last_step"
 
 
 def replaces_first(weight: Any) -> None:
-    """Let the first gradient of a step replace the weight's `main_grad`. Whatever adds to `main_grad`, other than
-    DistributedDataParallel, must ask `takes_first` or call `zero_if_stale` before.
+    """Make the first gradient of a step replace the weight's `main_grad`. Code that adds to `main_grad`, other than
+    DistributedDataParallel, must first call `takes_first` or `zero_if_stale`.
 
     Not for a weight whose gradient is computed in a CUDA graph, which would write or add in each of its replays.
     """
@@ -33,8 +33,8 @@ def replaces_first(weight: Any) -> None:
 
 
 def takes_first(main_grad: Tensor) -> bool:
-    """Whether the caller, which has a gradient, must write it over `main_grad` instead of adding it. The gradients that
-    follow in this step are added."""
+    """Whether the caller, which has a gradient, must write it over `main_grad` instead of adding it. Further gradients
+    in this step are added."""
     is_stale: bool = getattr(main_grad, _STALE, False)
     if is_stale:
         setattr(main_grad, _STALE, False)
@@ -42,20 +42,21 @@ def takes_first(main_grad: Tensor) -> bool:
 
 
 def zero_if_stale(main_grad: Tensor) -> None:
-    """Set to zero what is left from an earlier step."""
+    """Set a `main_grad` to zero that still contains gradients of an earlier step."""
     if takes_first(main_grad):
         main_grad.zero_()
 
 
 def zero_stale(parameters: Iterable[Any]) -> None:
-    """`zero_if_stale` of all parameters; the gradients of those without one in this step are 0."""
+    """Call `zero_if_stale` for all parameters; the gradients of parameters without one in this step become 0."""
     for parameter in parameters:
         if getattr(parameter, _REPLACES, False) and hasattr(parameter, "main_grad"):
             zero_if_stale(parameter.main_grad)
 
 
 def use_in_megatron(replacements: Replacements) -> None:
-    """Make the gradient buffers of DistributedDataParallel do so."""
+    """Make the gradient buffers of DistributedDataParallel mark the parts of weights with `replaces_first`, instead of
+    setting them to zero."""
     module = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     wrapper = importlib.import_module("megatron.core.distributed.distributed_data_parallel").DistributedDataParallel
     buffer, group = module._ParamAndGradBuffer, module._ParamAndGradBucketGroup
@@ -93,8 +94,8 @@ def use_in_megatron(replacements: Replacements) -> None:
 
 
 def _replaced_parts(buffer: Any) -> Iterator[Tensor]:
-    """The parts of a buffer whose first gradient is written over them; none if 0.19 has gradients outside of it, which
-    only its own function sets to zero."""
+    """The parts of a buffer over which the first gradient is written; none if 0.19 has gradients outside of the buffer,
+    which only its own function sets to zero."""
     if getattr(buffer, "extra_main_grads", None):
         return
     memory = buffer.grad_data.untyped_storage().data_ptr()
@@ -104,7 +105,7 @@ def _replaced_parts(buffer: Any) -> Iterator[Tensor]:
 
 
 def _others(whole: Tensor, parts: list[Tensor]) -> Iterator[Tensor]:
-    """What is left of a flat tensor without contiguous parts of it."""
+    """The parts of a flat tensor between the given contiguous parts."""
     end = 0
     for part in sorted(parts, key=lambda part: part.storage_offset()):
         begin = int(part.storage_offset() - whole.storage_offset())

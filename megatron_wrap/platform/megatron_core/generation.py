@@ -25,7 +25,7 @@ def whole_sequences(chunks: Sequence[Any]) -> Iterator[None]:
     context-parallel ranks then compute the same.
 
     Megatron-Core's own switch (`transformer/utils.py`, set_model_to_sequence_parallel) caches a model's modules under
-    its `id`, so a later model at the same address gets stale modules; and it does not record the previous settings.
+    its `id`, so a later model at the same address gets stale modules. It does not record the previous settings either.
     """
     with Replacements() as replacements:
         for module in _modules(chunks):
@@ -49,7 +49,7 @@ def without_fp8(chunks: Sequence[Any]) -> Iterator[None]:
     """Compute in bf16; weights in FP8 are converted in each pass.
 
     Scales of the recipe `delayed` come from training steps, so a model would not be precise before the first; and FP8
-    products need multiples of 16 tokens, while generation feeds one at a time. A pass without FP8 marks Transformer
+    matmuls need multiples of 16 tokens, while generation feeds one at a time. A pass without FP8 marks Transformer
     Engine's modules such that their scales are left out of checkpoints (module/base.py, init_fp8_metadata); the marks
     are restored.
     """
@@ -68,7 +68,7 @@ def without_fp8(chunks: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_cache(chunks: Sequence[Any], update: Callable[..., Any]) -> Iterator[None]:
-    """Keep the keys and values of attention layers outside of Megatron-Core.
+    """Store the keys and values of attention layers outside of Megatron-Core.
 
     Args:
         update: replaces `Attention._adjust_key_value_for_inference`; called with the layer and its arguments.
@@ -82,7 +82,7 @@ def with_cache(chunks: Sequence[Any], update: Callable[..., Any]) -> Iterator[No
 
 @contextlib.contextmanager
 def with_recurrent_states(chunks: Sequence[Any], state: Callable[[], Any]) -> Iterator[None]:
-    """Give each layer of linear attention, which has an attribute `recurrent_state`, a state of its own.
+    """Give each layer of linear attention, which has an attribute `recurrent_state`, its own state.
 
     Args:
         state: returns a new state.
@@ -132,7 +132,7 @@ def left_padded(
     positions = (slots[:, None] - padding).clamp(min=0)  # [max_length, batch size]
 
     def angles_by_row(_module: Any, _inputs: Any, output: Any) -> Any:
-        """[s, 1, 1, d] to [s, batch size, 1, d]; YaRN returns a tuple with an attention factor."""
+        """Rotary angles [s, 1, 1, d] as [s, batch size, 1, d]; for YaRN a tuple of them and an attention factor."""
         angles, *factor = output if isinstance(output, tuple) else (output,)
         by_row = angles[positions[: len(angles)], 0]
         return (by_row, *factor) if factor else by_row

@@ -1,5 +1,5 @@
-"""Megatron-Core's CUDA graphs of layers (`cuda_graph_impl: local`, transformer/cuda_graphs.py): when they are used,
-what their capture must not change, and their end."""
+"""Megatron-Core's CUDA graphs of layers (`cuda_graph_impl: local`, transformer/cuda_graphs.py): conditions of their
+use, state that their capture must not change, and their deletion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRAPHS = ("fwd_graph", "bwd_graph")
 
 
 def repair(replacements: Replacements) -> None:
-    """Change where the graphs would compute something else than the layers themselves."""
+    """Repair the cases in which the graphs would compute something else than the layers themselves."""
     graphs = importlib.import_module(_MODULE)
     _replay_in_training_alone(graphs, replacements)
     _keep_random_states(graphs, replacements)
@@ -30,10 +30,11 @@ def repair(replacements: Replacements) -> None:
 
 def _replay_in_training_alone(graphs: Any, replacements: Replacements) -> None:
     """Run the layers themselves in passes without gradients. Once captured, Megatron-Core would replay the graphs of
-    training in an evaluation too, with their dropout, and raise an error for another number of rows or tokens; before,
-    it would end the recording with the first pass without gradients, and no training pass would have a graph.
+    training in an evaluation too, with their dropout, and raise an error for another number of rows or tokens. Before
+    the capture, it would end the recording with the first pass without gradients, and no training pass would have a
+    graph.
 
-    Also where a layer has hooks, which look at what its modules compute: a graph calls none of them."""
+    Layers with hooks on their modules also run without a graph, because a graph calls no hooks."""
     from megatron.core.tensor_parallel.random import is_checkpointing
     from megatron.core.transformer.module import MegatronModule
 
@@ -52,8 +53,9 @@ def _replay_in_training_alone(graphs: Any, replacements: Replacements) -> None:
 
 
 def _keep_random_states(graphs: Any, replacements: Replacements) -> None:
-    """Leave the random generators where the step has left them. Each layer runs a few times before its capture, in
-    which dropout draws: a resumed run, which captures at another step, would continue with other numbers."""
+    """Keep the random generators in the state in which the step has left them. Each layer runs a few times before its
+    capture, in which dropout draws random numbers: a resumed run, which captures at another step, would continue with
+    other numbers."""
     schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     create = schedules.create_cudagraphs
 
@@ -73,7 +75,7 @@ def _keep_random_states(graphs: Any, replacements: Replacements) -> None:
 
 def _keep_saved_inputs(graphs: Any, replacements: Replacements) -> None:
     """Keep a layer's inputs and outputs until its backward pass is captured. 0.19 gives their memory to the next
-    captures before, except tensors that a Python function saves: torch's own operations save them too."""
+    captures earlier, except for tensors that a Python function saves; torch's own operations save tensors too."""
     runner = graphs._CudaGraphRunner
     release = getattr(runner, "_weakref_forward_buffers", None)
     if release is None:
@@ -88,9 +90,9 @@ def _keep_saved_inputs(graphs: Any, replacements: Replacements) -> None:
 
 
 def _keep_memory_of_parts(graphs: Any, replacements: Replacements) -> None:
-    """Keep the memory of a graph that is a part of a layer (`is_captured_in_parts`). Megatron-Core lets the graphs that
-    are captured later use it, the gradients that it returns included. Here operations without a graph read these, while
-    their own gradients are copied into a later graph's memory, which may overlap with it."""
+    """Keep the memory of a graph that is a part of a layer (`is_captured_in_parts`). Megatron-Core reuses it in graphs
+    that are captured later, including the gradients that the graph returns. Here operations without a graph read these
+    gradients, while the gradients of these operations are copied into a later graph's memory, which may overlap."""
     runner = graphs._CudaGraphRunner
     create = runner.create_bwd_graph
 
@@ -105,8 +107,8 @@ def _keep_memory_of_parts(graphs: Any, replacements: Replacements) -> None:
 
 
 def _compare_arguments_fast(graphs: Any, replacements: Replacements) -> None:
-    """Compare a call's arguments with those of the capture in microseconds. Megatron-Core does it twice a call, in
-    parts of a millisecond for a layer, of which the graphs are to save a few."""
+    """Compare a call's arguments with those of the capture in microseconds. Megatron-Core does it twice per call, which
+    takes a fraction of a millisecond per layer and uses up a part of what the graphs save."""
     runner = graphs._CudaGraphRunner
     errors = runner.get_mismatch_errors
 
@@ -117,7 +119,7 @@ def _compare_arguments_fast(graphs: Any, replacements: Replacements) -> None:
         equal = equal and all(map(_is_like, args, positional))
         if equal and all(_is_like(value, named[name]) for name, value in kwargs.items()):
             return []
-        return errors(self, args, kwargs)  # of other types, or different
+        return errors(self, args, kwargs)  # arguments of other types, or different ones
 
     replacements.set(runner, "get_mismatch_errors", errors_of_different)
 
@@ -136,8 +138,8 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def tracked_states() -> dict[str, Tensor]:
-    """States of Megatron-Core's random generators by name. With CUDA graphs it has the generators themselves, which
-    draw on; the states are of the same form as without."""
+    """States of Megatron-Core's random generators by name. With CUDA graphs Megatron-Core returns the generators
+    themselves, which change with each draw; these states have the same form as without graphs."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     states = get_cuda_rng_tracker().get_states()
@@ -158,9 +160,9 @@ def set_tracked_states(states: dict[str, Tensor]) -> None:
 
 
 def delete_graphs(chunks: Sequence[torch.nn.Module]) -> None:
-    """Delete the captured graphs of these model chunks, and what Megatron-Core recorded of them. NCCL waits for all
-    graphs that contain its operations before it ends a process group, forever if they are only dropped afterwards; and
-    a later model of this process could not capture its own."""
+    """Delete the captured graphs of these model chunks, and Megatron-Core's records of them. Before NCCL ends a process
+    group, it waits for all graphs that contain its operations, forever if they are only dropped afterwards. Also, a
+    later model of this process could not capture its own graphs."""
     graphs: Any = sys.modules.get(_MODULE)
     if graphs is None:
         return

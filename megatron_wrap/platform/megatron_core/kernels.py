@@ -1,5 +1,5 @@
-"""Replaces functions of Megatron-Core's layers by kernels; only this module knows which modules call them, and what
-else a call does."""
+"""Replacement of functions of Megatron-Core's layers by kernels. Only this module knows which modules call them, and
+the side effects of such a call."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _LINEAR_MODULE = "megatron.core.tensor_parallel.layers"
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """Functions for tensors on the device; None leaves Megatron-Core's."""
+    """Kernels as functions of tensors on the device; None keeps Megatron-Core's function."""
 
     swiglu: Callable[[Any], Any] | None = None
-    """[..., 2F] -> [..., F]."""
+    """SwiGLU, [..., 2F] -> [..., F]."""
     rotary: Callable[..., Any] | None = None
-    """([S, B, heads, D], angles [S, 1, 1, R], interleaved) -> [S, B, heads, D]."""
+    """Rotary embedding, ([S, B, heads, D], angles [S, 1, 1, R], interleaved) -> [S, B, heads, D]."""
     weight_gradients: Any = None
     """An object with the functions of Apex's `fused_weight_gradient_mlp_cuda`."""
     embedding: Callable[[Any, Any], Any] | None = None
-    """(ids, weight [V, H]) -> [*ids.shape, H], for `torch.nn.functional.embedding`."""
+    """Lookup of embedding rows, (ids, weight [V, H]) -> [*ids.shape, H], for `torch.nn.functional.embedding`."""
 
 
 def use(kernels: LayerKernels, replacements: Replacements) -> None:
@@ -47,8 +47,9 @@ def use(kernels: LayerKernels, replacements: Replacements) -> None:
 
 
 def weight_of(module: Any) -> Any:
-    """A view of the weight of a module that a kernel computes, of the weight's shape; gradients reach the weight. The
-    module is called all the same, since a hook of its calls waits for the gathered weight (`overlap_param_gather`)."""
+    """A view of the weight of a module whose result a kernel computes, of the weight's shape; gradients reach the
+    weight. The module is still called, since a hook of its calls waits for the gathered weight
+    (`overlap_param_gather`)."""
     module.forward = lambda: module.weight.view_as(module.weight)
     try:
         return module()
@@ -57,7 +58,7 @@ def weight_of(module: Any) -> Any:
 
 
 class _Functional:
-    """A module's `torch.nn.functional` with another lookup of embeddings, for calls without further arguments."""
+    """`torch.nn.functional` of a module with another lookup of embeddings, for calls without further arguments."""
 
     def __init__(self, original: Any, kernel: Callable[[Any, Any], Any]) -> None:
         self._original, self._kernel = original, kernel
@@ -66,14 +67,15 @@ class _Functional:
         return getattr(self._original, name)
 
     def embedding(self, ids: Any, weight: Any, *arguments: Any, **named: Any) -> Any:
-        """As torch's."""
+        """Look up embeddings as torch's function does."""
         if arguments or named:
             return self._original.embedding(ids, weight, *arguments, **named)
         return self._kernel(ids, weight)
 
 
 def _without_bias(kernel: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """`bias_swiglu_impl` of Megatron-Core, by the kernel where there is no bias and the input is saved as it is."""
+    """Megatron-Core's `bias_swiglu_impl`, computed by the kernel where there is no bias and the input is saved
+    unchanged."""
 
     def swiglu(gates: Any, bias: Any, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> Any:
         if bias is None and gates.is_cuda and not fp8_input_store and not cpu_offload_input:

@@ -108,7 +108,7 @@ def _restore_padding_of_buckets(replacements: Replacements) -> None:
     """Return optimizer states with the padding between buckets (distrib_optimizer.py, get_parameter_state_dp_zero).
     Megatron-Core removes it and then reads parameters at offsets that include it (in
     sharded_param_state_fully_reshardable), so a checkpoint has wrong values after a padded bucket, such as before an
-    embedding that the first and the last pipeline stage have."""
+    embedding that the first and the last pipeline stage share."""
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     without_padding = optimizer.get_parameter_state_dp_zero
 
@@ -133,7 +133,7 @@ def _with_padding(values: Any, buckets: list[Any]) -> Any:
 
 
 def hide_log_messages(logger: str, text: str, replacements: Replacements) -> None:
-    """Hide a logger's messages that contain a text, until the replacements are undone."""
+    """Hide a logger's messages that contain a text until the replacements are undone."""
 
     def does_not_contain_it(record: logging.LogRecord) -> bool:
         return text not in record.getMessage()
@@ -158,14 +158,14 @@ def _replace_results_queue(replacements: Replacements) -> None:
 
 @contextlib.contextmanager
 def without_writers() -> Iterator[None]:
-    """In the body, saves are only planned: Megatron-Core starts no manager process for its writers' reports."""
+    """Only plan saves in the block: Megatron-Core starts no manager process for its writers' reports."""
     with Replacements() as replacements:
         replacements.set(*_results_queue(), lambda *mode, **named_mode: None)
         yield
 
 
 def _results_queue() -> tuple[ModuleType, str]:
-    """Module and name of the function that returns the queue of the checkpoint writers' reports."""
+    """(module, name) of the function that returns the queue of the checkpoint writers' reports."""
     module = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     names = [name for name in ("get_write_results_queue", "_get_write_results_queue") if hasattr(module, name)]
     if not names:

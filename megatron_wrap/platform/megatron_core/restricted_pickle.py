@@ -1,4 +1,5 @@
-"""Pickles that may create the objects of one format and nothing else, so that reading one runs none of its code."""
+"""Reading of pickles that may create the objects of one format and nothing else, so that a pickle cannot run its own
+code."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import IO, Any
 from megatron_wrap.errors import CheckpointError
 
 Names = Mapping[tuple[str, str], Any]
-"""(module, name) in a pickle -> the class or function that is used for it."""
+"""(module, name) in a pickle -> the class or function that replaces it."""
 
 
 class RefusedName(pickle.UnpicklingError):
@@ -31,7 +32,7 @@ def load(file: IO[bytes], names: Callable[[str, str], Any], persistent: Callable
         persistent: returns the object for a persistent id; None: the format does not have them.
 
     Raises:
-        RefusedName: the pickle refers to another one, nothing of which was called; or it changes a class.
+        RefusedName: the pickle refers to another class or function, which was not called; or it changes a class.
     """
     unpickler = _Unpickler(file, names, persistent)
     try:
@@ -44,7 +45,7 @@ def load(file: IO[bytes], names: Callable[[str, str], Any], persistent: Callable
 
 
 def plain_names() -> Names:
-    """What pickles of plain values refer to besides the classes of their format."""
+    """Classes and functions that pickles of plain values refer to besides the classes of their format."""
     paths = {
         (module, name): getattr(pathlib, name)
         for module in ("pathlib", "pathlib._local")  # the module's name in Python 3.13
@@ -60,7 +61,7 @@ def plain_names() -> Names:
 
 
 def enum_member(owner: Any, name: str) -> Any:
-    """A member of an enumeration; of no other class, unlike `getattr`."""
+    """A member of an enumeration; unlike `getattr`, it refuses other classes."""
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
         raise RefusedName(f"it reads the attribute {name} of {owner}")
     return owner[name]
@@ -70,7 +71,7 @@ def checkpoint_metadata(file: IO[bytes]) -> Any:
     """The `.metadata` of torch's distributed format, as torch and Megatron-Core write it.
 
     Raises:
-        RefusedName: as `load`.
+        RefusedName: see `load`.
         pickle.UnpicklingError: it contains something else.
     """
     import torch
@@ -131,8 +132,8 @@ def refusing(file: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Permits some names. A pickle can set attributes of whatever it refers to, so functions are passed as an object
-    that has none, and those of classes are compared after the load."""
+    """Unpickler that permits only some names. A pickle can set attributes of any object it refers to. Therefore
+    functions are passed as an object without attributes, and the attributes of classes are compared after the load."""
 
     def __init__(
         self, file: IO[bytes], names: Callable[[str, str], Any], persistent: Callable[[Any], Any] | None
@@ -158,7 +159,7 @@ class _Unpickler(pickle.Unpickler):
         return self._persistent(pid)
 
     def undo_changes(self) -> str | None:
-        """Restore the attributes of the classes; returns the first class that had changed, None if none had."""
+        """Restore the attributes of the classes; returns the first class that had changed, or None."""
         changed = None
         for owner, before in self._before:
             now = dict(vars(owner))

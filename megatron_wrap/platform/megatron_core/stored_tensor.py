@@ -1,6 +1,6 @@
-"""Reading of a tensor that `torch.save` wrote into memory that exists, from a file or from bytes in memory.
+"""Reading of a tensor that `torch.save` wrote, into existing memory, from a file or from bytes in memory.
 
-torch.load allocates memory for what it reads. The pages of new memory can cost more than the reading, and the tensor is
+torch.load allocates memory for the tensor. The pages of new memory can cost more than the reading, and the tensor is
 copied from there once more.
 """
 
@@ -35,7 +35,7 @@ _DTYPES = {
 
 
 class BytesInMemory(io.RawIOBase):
-    """A stream of bytes that lie in several arrays, one after the other.
+    """A stream of bytes that are stored in several arrays, in their order.
 
     Args:
         pieces: one-dimensional, uint8.
@@ -46,15 +46,15 @@ class BytesInMemory(io.RawIOBase):
         self._size = sum(piece.size for piece in pieces)
 
     def readable(self) -> bool:
-        """As of a file, like the next ones."""
+        """Whether the stream can be read: always, as for a file."""
         return True
 
     def seekable(self) -> bool:
-        """Any position can be read next."""
+        """Whether the position can be set: always."""
         return True
 
     def tell(self) -> int:
-        """The position."""
+        """Position in the stream, in bytes."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
@@ -72,7 +72,7 @@ class BytesInMemory(io.RawIOBase):
         return filled
 
     def slices(self, begin: int, length: int) -> list[np.ndarray]:
-        """Views of `length` bytes from `begin` on, or of those that are there."""
+        """Views of the `length` bytes from `begin` on, or of as many as the stream has there."""
         pieces, first = [], 0
         for piece in self._pieces:
             part = piece[max(0, begin - first) : max(0, begin + length - first)]
@@ -90,8 +90,8 @@ def read_into(target: torch.Tensor, saved: IO[bytes] | BytesInMemory) -> bool:
         saved: what `torch.save` wrote, from the stream's beginning to its end.
 
     Returns:
-        Whether it was read; if not, `torch.load` can read what was saved, or refuse it: it is no tensor of the dtype
-        and shape of `target`, its elements are not one after the other in row-major order, or the file is damaged.
+        Whether the tensor was read. If not, it has another dtype or shape than `target`, its elements are not
+        contiguous in row-major order, or the file is damaged; `torch.load` can read or refuse it.
 
     Raises:
         OSError: the file cannot be read.
@@ -117,7 +117,7 @@ class ElementsInMemory:
     slices: Sequence[np.ndarray]
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Copy them to a contiguous tensor of their dtype and number."""
+        """Copy the elements to a contiguous tensor of their dtype and number."""
         memory, first = _bytes_of(target), 0
         for part in self.slices:
             memory[first : first + part.size].copy_(torch.from_numpy(part))
@@ -146,7 +146,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in a pickle, with its elements in row-major order from an element of a storage on."""
+    """A tensor in a pickle whose elements are contiguous in row-major order in a storage, from element `first` on."""
 
     storage: _Storage
     first: int
@@ -172,7 +172,7 @@ def _begin_of(saved: IO[bytes] | BytesInMemory, target: torch.Tensor) -> int | N
 
 
 def _names(module: str, name: str) -> Any:
-    """What a pickle of a tensor refers to."""
+    """The class or function that a name means in the pickle of a tensor; None: refused."""
     if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
         return _tensor
     if (module, name) == ("collections", "OrderedDict"):  # the hooks
@@ -190,10 +190,11 @@ def _storage(saved: Any) -> _Storage:
 def _tensor(
     storage: Any, first: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, bits: Any = None
 ) -> _Stored:
-    """As torch's function of the name in the pickle, which creates the tensor.
+    """Replaces torch's function of this name in the pickle, which creates the tensor.
 
     Args:
-        bits: such as that of a tensor whose elements are negated when they are used.
+        bits: flags of the tensor, such as that its elements are negated when they are used; tensors with flags are
+            refused.
     """
     if type(storage) is not _Storage or type(first) is not int or first < 0 or not _is_row_major(size, stride) or bits:
         raise pickle.UnpicklingError("its elements are not in row-major order")

@@ -8,11 +8,12 @@ from typing import Any
 
 
 class Replacements(ExitStack):
-    """Sets attributes of foreign objects and records their previous values, which `close` and the end of a `with` block
-    restore, the last change first."""
+    """Sets attributes of foreign objects and records their previous values. `close` and the end of a `with` block
+    restore them, the last change first."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """`setattr(owner, name, value)`, reverted by `close`, which deletes an attribute that a class inherits."""
+        """Set an attribute as `setattr(owner, name, value)`. `close` reverts it, and deletes an attribute that a class
+        inherits."""
         if isinstance(owner, type) and name not in vars(owner):
             self.callback(delattr, owner, name)
         elif hasattr(owner, name):

@@ -129,7 +129,8 @@ def local_layer_spec(*, norm: type | None = None, core_attention: type | None = 
 
 
 def expert_submodules(layer: Any) -> Any:
-    """Those of the MLP of a layer spec; of a layer with experts `MoESubmodules` (router, experts, shared_experts).
+    """Submodules of the MLP of a layer spec; for a layer with experts `MoESubmodules` (router, experts,
+    shared_experts).
 
     0.16 stores them in a ModuleSpec, 0.19 in a partial.
     """
@@ -214,7 +215,7 @@ BALANCE_LOSSES = {
 
 def router_loss_values() -> dict[str, Any]:
     """Name -> this rank's sums of the routers' losses without their coefficients, [layers]. Returns the tensors
-    themselves, which a caller may zero. 0.16 stores them in a dictionary, 0.19 in an object."""
+    themselves, so that a caller may zero them. 0.16 stores them in a dictionary, 0.19 in an object."""
     try:
         tracker = importlib.import_module("megatron.core.transformer.moe.moe_logging").get_moe_metrics_tracker()
         return {name: entry.values for name, entry in tracker.metrics.items()}
@@ -224,8 +225,8 @@ def router_loss_values() -> dict[str, Any]:
 
 
 def router_loss_total(name: str, layer_number: int, layers: int, device: Any) -> Any:
-    """The scalar of `router_loss_values` of a loss and a layer, counted from 1; zero if nothing was added yet. A caller
-    adds to the tensor itself, and may keep it as long as its model."""
+    """The scalar in `router_loss_values` of a loss and a layer, counted from 1; zero if nothing was added yet. It is
+    the stored tensor itself, to which a caller may add; it is valid as long as the model."""
     import torch
 
     zero = torch.zeros((), device=device)
@@ -292,12 +293,13 @@ def common_state_file(folder: str | Path) -> bool:
 
 
 def largest_gradient_norm(config: Any) -> float:
-    """The norm above which gradients are not applied. 0.19: `grad_norm_skip_threshold` of an OptimizerConfig."""
+    """The gradient norm above which gradients are not applied. 0.19: `grad_norm_skip_threshold` of an
+    OptimizerConfig."""
     return float(getattr(config, "grad_norm_skip_threshold", math.inf))
 
 
 def gradients_for_norm(optimizer: Any) -> list[Any]:
-    """The gradients of an optimizer's parameters on this rank that count in the gradient norm: without copies of other
+    """The gradients of an optimizer's parameters on this rank that count in the gradient norm, without copies of other
     ranks. 0.16: `get_main_grads_for_grad_norm`; 0.19: `get_grads_for_grad_norm`."""
     older: Any = getattr(optimizer, "get_main_grads_for_grad_norm", None)
     return list(getattr(optimizer, "get_grads_for_grad_norm", older)())

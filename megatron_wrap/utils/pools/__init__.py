@@ -1,1 +1,1 @@
-"""Items that processes and threads compute, in order."""
+"""Pools of processes and threads that compute items in order."""

@@ -24,22 +24,22 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 _FUNCTION: ContextVar[Callable[[Any], Any]] = ContextVar("the function of a worker process")
 _AHEAD = 2
-"""Items that a process has at the same time: it computes one while the next is on its way."""
+"""Number of items that a process has at the same time: it computes one while the next is on its way."""
 _CHECK_SECONDS = 5.0
 _PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of linux/prctl.h."""
+"""The option PR_SET_PDEATHSIG of linux/prctl.h."""
 
 
 class ProcessPool(Generic[Item, Result]):
     """Processes that apply `function`; results come in the order of the items, whatever the number of processes.
 
-    The function is not pickled, items and results are. It may use neither the device nor a process group. The processes
+    The function is not pickled; items and results are. It may use neither the device nor a process group. The processes
     are forked here, so make a pool before files are opened and threads started, in the thread that uses it. They end
     with `close`, also in the middle of an item, and when this process ends, however it ends.
 
     Args:
-        function: of an item.
-        count: of processes, at least 1.
+        function: function of an item.
+        count: number of processes, at least 1.
     """
 
     def __init__(self, function: Callable[[Item], Result], count: int) -> None:
@@ -60,7 +60,7 @@ class ProcessPool(Generic[Item, Result]):
 
         Raises:
             DataError: a process was killed.
-            Exception: the one that `function` or `items` raised.
+            Exception: the exception that `function` or `items` raised.
         """
         for item, future in submitted_ahead(self._submit, items, self._ahead - 1):
             yield item, self._result(future)
@@ -96,7 +96,8 @@ def _death() -> DataError:
 
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
-    """A fork inside takes no garbage of this process along, and no warning is shown about its threads."""
+    """A context for a fork, in which the new process gets no garbage of this process, and no warning about its threads
+    is shown."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -110,7 +111,7 @@ def forking() -> Iterator[None]:
 
 
 def become_worker() -> None:
-    """Called first in a process that was forked in `forking`."""
+    """Prepare a process that was forked in `forking`; its first call."""
     # objects of the parent are never collected here: a process group would wait for a thread that was not forked
     gc.freeze()
     gc.enable()
@@ -120,14 +121,14 @@ def become_worker() -> None:
 
 
 def end_with_parent(number: int) -> None:
-    """Let the kernel send this process a signal when the process that started it dies. Linux only; elsewhere nothing
+    """Make the kernel send this process a signal when the process that started it dies. Linux only; elsewhere nothing
     happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
 
 
 def picklable(error: BaseException) -> Exception:
-    """The error, or one with its text if it cannot be pickled."""
+    """The error, or one with its text if the error itself cannot be pickled."""
     with contextlib.suppress(Exception):
         if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
@@ -135,7 +136,7 @@ def picklable(error: BaseException) -> Exception:
 
 
 def _start(function: Callable[[Any], Any], parent: int) -> None:
-    """The first call in a process."""
+    """Prepare a worker process; its first call."""
     become_worker()
     end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it was killed before this call

@@ -1,4 +1,4 @@
-"""Threads of a rank: how many it may start, and a function that is computed ahead of the use of its results."""
+"""Threads of a rank: how many it may start, and a function whose results are computed ahead of their use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def threads_of_rank(most: int) -> int:
 
 @contextlib.contextmanager
 def switching_often() -> Iterator[None]:
-    """Within the context a thread of this process that computes in Python passes Python's lock on after 0.5 ms, by
-    default 5 ms, if another one waits for it. Threads that read, hash or copy in C need it for a moment after each
+    """A context in which a thread of this process that computes in Python releases Python's lock after 0.5 ms, by
+    default 5 ms, if another thread waits for it. Threads that read, hash or copy in C need the lock briefly after each
     call."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_SECONDS))
@@ -41,12 +41,13 @@ def map_ahead(
     size_of: Callable[[Item], int] = lambda _: 0,
     most: int = 0,
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item and its result, in the order of the items, while threads compute those of the next items, as many as
-    there are threads; one is the caller's. An exception is raised in its item's turn, and ends the threads.
+    """Each item and its result, in the order of the items. Meanwhile threads compute the results of the next items, as
+    many as there are threads; one item is the caller's. An exception is raised in its item's turn, and ends the
+    threads.
 
     Args:
-        size_of: of an item's result, such as its bytes.
-        most: largest sum of the sizes that are computed ahead; one alone may be larger.
+        size_of: size of an item's result, such as its bytes.
+        most: largest sum of the sizes that are computed ahead; a single result may be larger.
     """
     if threads == 1:
         for item in items:
@@ -68,8 +69,8 @@ def submitted_ahead(
     size_of: Callable[[Item], int] = lambda _: 0,
     most: int = 0,
 ) -> Iterator[tuple[Item, Future[Result]]]:
-    """Each item and its future, in the order of the items, after the next `ahead` ones have been submitted, or as many
-    as `most` allows; `size_of` and `most` as of `map_ahead`."""
+    """Each item and its future, in the order of the items, after the next `ahead` items have been submitted, or as many
+    as `most` allows; see `map_ahead` for `size_of` and `most`."""
     running: deque[tuple[Item, Future[Result]]] = deque()
     total = 0
     for item in items:

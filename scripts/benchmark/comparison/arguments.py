@@ -1,4 +1,4 @@
-"""The command line of compare.py, and that of each line of a file of tasks."""
+"""The command lines of compare.py and of each line of a file of tasks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ AGAINST = {
     "bare-best": "megatron-core",
     "trl": "trl",
 }
-"""Name of a program in the tables -> the processes that run it."""
+"""Name of a program in the tables -> name of the processes that run it."""
 BY_DEFAULT = ("trainer", "bare", "bare-best", "trl")
 Runs = Mapping[str, tuple[str, Launch, list[str]]]
-"""Each run of megatron-wrap by name: its process, how that is started, and its overrides."""
+"""Name of each run of megatron-wrap -> (its process, how that is started, its overrides)."""
 
 
 def parse(description: str) -> tuple[argparse.Namespace, dict[str, argparse.Namespace]]:
-    """The command line, and the tasks by name: those of its presets, then the lines of `--tasks`."""
+    """The parsed command line, and the tasks by name: those of its presets, then the lines of `--tasks`."""
     parser = _parser(description)
     arguments = parser.parse_intermixed_args()
     presets = _split(parser, arguments)
@@ -48,7 +48,7 @@ def parse(description: str) -> tuple[argparse.Namespace, dict[str, argparse.Name
 
 
 def _split(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[str]:
-    """Presets; the overrides are added to those that `arguments` has."""
+    """Split presets from overrides, which are added to the overrides in `arguments`."""
     texts = vars(arguments).pop("presets_and_overrides")
     arguments.overrides = [*getattr(arguments, "overrides", ()), *(text for text in texts if "=" in text)]
     unknown = set(arguments.against.split(",")) - {*AGAINST, ""}
@@ -83,7 +83,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
 
 def runs_of(arguments: argparse.Namespace) -> Runs:
-    """The runs of megatron-wrap in a task."""
+    """Runs of megatron-wrap in a task, by name."""
     ours = ("megatron-wrap", Launch("megatron-wrap"))
     runs: dict[str, tuple[str, Launch, list[str]]] = {} if arguments.only_variants else {"ours": (*ours, [])}
     for name, overrides in map(_named, arguments.variant):
@@ -94,12 +94,12 @@ def runs_of(arguments: argparse.Namespace) -> Runs:
 
 
 def against_of(arguments: argparse.Namespace) -> list[str]:
-    """The other programs of a task, without those that are not installed."""
+    """Names of the other programs of a task, without those that are not installed."""
     return [name for name in arguments.against.split(",") if name and _is_installed(name)]
 
 
 def _named(text: str) -> tuple[str, str]:
-    """("ours-NAME", rest) of --variant and --tree."""
+    """("ours-NAME", rest) of a value of --variant or --tree."""
     name, _, rest = text.partition(":")
     if not name.startswith("ours-") or not rest.strip():
         raise ConfigError(f'{text!r} is not "ours-NAME: a.b=c" (--variant) or "ours-NAME: FOLDER" (--tree)')

@@ -13,29 +13,29 @@ from megatron_wrap.errors import ConfigError
 
 @dataclass(frozen=True)
 class Flags:
-    """What a user of Megatron-Core sets for speed."""
+    """Settings that a user of Megatron-Core chooses for speed."""
 
     implementation: str
-    """Layers: "transformer_engine" or "local"."""
+    """Implementation of the layers: "transformer_engine" or "local"."""
     cross_entropy: str = "unfused"
-    """"unfused", "native" (Megatron-Core's fused one) or "te" (Transformer Engine's)."""
+    """Cross-entropy: "unfused", "native" (Megatron-Core's fused one) or "te" (Transformer Engine's)."""
     rope_fusion: bool = False
     swiglu_fusion: bool = True
     weight_gradient_fusion: bool = False
-    """Accumulate weight gradients within the product."""
+    """Whether weight gradients are accumulated within the matmul."""
     collect_garbage: bool = True
-    """Python's collector stays on."""
+    """Whether Python's garbage collector stays on."""
     overlap: bool = False
-    """Overlap the reduction of gradients and the gathering of parameters with computation."""
+    """Whether the reduction of gradients and the gathering of parameters overlap with computation."""
     expert_fusion: bool = False
-    """Transformer Engine's fused router and permutation."""
+    """Whether Transformer Engine's fused router and permutation are used."""
     user_buffers: bool = False
-    """Hide tensor parallelism's communication behind products (tp_comm_overlap)."""
+    """Whether tensor parallelism's communication overlaps with matmuls (tp_comm_overlap)."""
     more_on_first_stage: int = 0
-    """Layers of the first of two pipeline stages beyond half of them."""
+    """Number of layers that the first of two pipeline stages has beyond half of all layers."""
 
     def text(self) -> str:
-        """In words."""
+        """Description of the flags for the report."""
         parts = [
             "Transformer Engine" if self.implementation == "transformer_engine" else "local layers",
             f"{self.cross_entropy} cross-entropy",
@@ -51,7 +51,7 @@ class Flags:
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Fields by name."""
+        """Values of the fields by name."""
         return asdict(self)
 
 
@@ -68,11 +68,12 @@ def _has_apex_extension() -> bool:
 
 
 _LONGEST_LOCAL = 2048
-"""Megatron-Core's local attention stores all scores: tokens of a sequence up to which its layers are worth a trial."""
+"""Longest sequence in tokens for which Megatron-Core's local layers are worth a trial: their attention stores all
+scores."""
 
 
 def changes(start: Flags, task: Task) -> list[tuple[str, dict[str, Any]]]:
-    """(name, fields) of the single changes that a search from `start` tries, those that matter most first."""
+    """(name, fields) of each single change that a search from `start` tries, the most important ones first."""
     with_te = start.implementation == "transformer_engine"
     candidates: list[tuple[str, dict[str, Any]]] = [("native fused cross-entropy", {"cross_entropy": "native"})]
     if with_te:
@@ -101,7 +102,7 @@ def changed(start: Flags, names: list[str], task: Task) -> Flags:
     """`start` with the changes of these names.
 
     Raises:
-        ConfigError: `changes` has another name.
+        ConfigError: a name in `changes` is unknown.
     """
     known = dict(changes(start, task))
     fields: dict[str, Any] = {}
@@ -118,7 +119,7 @@ def fastest(
     """Search greedily: each change is tried on the fastest flags so far, and kept if it is faster.
 
     Args:
-        measure: of a name and flags, the median seconds of a step, or why there are none.
+        measure: function of a name and flags; returns the median seconds of a step, or why there are none.
 
     Returns:
         The fastest flags, and a record of every trial.

@@ -1,4 +1,4 @@
-"""A log-normal mix of lengths, as in conversations: median 350 tokens, sigma 1.0, cut at the longest."""
+"""A log-normal mix of lengths, similar to conversations: median 350 tokens, sigma 1.0, cut at the longest."""
 
 import numpy
 

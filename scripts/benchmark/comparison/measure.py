@@ -16,9 +16,9 @@ from comparison.report import reference_of, summary
 from comparison.task import Task
 
 WITH_ADAPTERS = ("trainer", "trainer-flex", "trainer-liger")
-"""The programs that train adapters, and samples of unequal lengths."""
+"""Programs that train adapters, and samples of unequal lengths."""
 _SHORTEST_SECONDS = 5
-"""No run begins with less time than this."""
+"""Smallest remaining time in seconds with which a run begins."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,18 @@ class Turns:
 
     task: Task
     name: str
-    """Of the task."""
+    """Name of the task."""
     programs: Mapping[str, Program]
     arguments: argparse.Namespace
-    """Of the task."""
+    """Parsed arguments of the task."""
     end: float
-    """`time.monotonic()` after which nothing starts."""
+    """Value of `time.monotonic()` after which no run starts."""
     start: Flags
-    """Of bare-best, before the search."""
+    """Flags of bare-best before the search."""
 
     def run(self, title: str, process: str, settings: dict[str, Any], task: Task | None = None) -> dict[str, Any]:
-        """The answer of `Program.run`; `task` replaces that of all turns."""
+        """Run a program on the task, and print a line; returns the answer of `Program.run`. `task` replaces that of all
+        turns."""
         task, begun = task or self.task, time.monotonic()
         left = self.end - begun
         result: dict[str, Any] = {"error": "no time is left"}
@@ -50,7 +51,7 @@ class Turns:
 
 
 def measure(turns: Turns, runs: Runs, against: list[str], folder: str) -> dict[str, Any]:
-    """All programs on one task: the search for the bare loop's flags, then rounds in alternating order.
+    """Measure all programs on one task: the search for the bare loop's flags, then rounds in alternating order.
 
     Args:
         folder: receives the files of megatron-wrap's runs, in one folder each.
@@ -86,7 +87,7 @@ def measure(turns: Turns, runs: Runs, against: list[str], folder: str) -> dict[s
 
 
 def _able(task: Task, against: list[str]) -> list[str]:
-    """Those of the other programs that can train the task."""
+    """Names of the other programs that can train the task."""
     if task.lora_rank or task.mixed_lengths:
         against = [name for name in against if name in WITH_ADAPTERS]
     if task.model_parallel > 1:
@@ -104,8 +105,8 @@ def starting_flags(task: Task, arguments: argparse.Namespace) -> Flags:
 
 
 def search(turns: Turns) -> tuple[Flags, list[dict[str, Any]], dict[Flags, dict[str, Any]]]:
-    """The bare loop's fastest flags, the trials, and the results that count as those of the round: where there is one
-    round, the trials take as many steps as it does, else fewer, and none count."""
+    """The bare loop's fastest flags, the trials, and the results that count as those of the round. With one round, the
+    trials take as many steps as it does; with several, they take fewer, and none counts."""
     task, arguments, start = turns.task, turns.arguments, turns.start
     if arguments.flags is not None and arguments.changes is None:
         return start, [], {}
@@ -129,7 +130,7 @@ def search(turns: Turns) -> tuple[Flags, list[dict[str, Any]], dict[Flags, dict[
 
 
 def line(task: Task, result: Mapping[str, Any]) -> str:
-    """One run in words."""
+    """Description of a run's result on one line."""
     if "error" in result:
         return str(result["error"])
     seconds = statistics.median(result["step_seconds"])
@@ -141,7 +142,7 @@ def line(task: Task, result: Mapping[str, Any]) -> str:
 
 
 def sizes(task: Task) -> str:
-    """The task in words."""
+    """Description of the task's sizes."""
     devices = f"{task.world_size} device{'s' * (task.world_size > 1)}"
     width = f"FFN {task.ffn_hidden_size}"
     if task.num_experts:

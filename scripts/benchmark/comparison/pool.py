@@ -29,23 +29,23 @@ from megatron_wrap.parallel.loopback import ADDRESS, loopback_store
 from megatron_wrap.platform.base.machine import this_machine
 
 _START_SECONDS = 300
-"""Limit of a start of processes: imports from a slow disk."""
+"""Time limit in seconds for a start of processes, whose imports may come from a slow disk."""
 _FIRST_SECONDS = 75
-"""More than the limit of a run: for the first one of processes, which compiles kernels."""
+"""Seconds that are added to the limit of the first run of processes, which compiles kernels."""
 _STACK_SECONDS = 0.5
-"""A process without an answer writes the stacks of its threads."""
+"""Seconds in which a process without an answer writes the stacks of its threads."""
 _LEFT_GIB = 8.0
-"""Memory of a device that a program may hold between its turns: new processes cost more than it is worth."""
+"""Memory of a device in GiB that a program may keep between its turns: new processes cost more than it is worth."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a program's processes are started."""
+    """Command and checkout with which a program's processes are started."""
 
     program: str
-    """A key of `worker.PROGRAMS`."""
+    """Name of the program, a key of `worker.PROGRAMS`."""
     tree: Path = Path(__file__).resolve().parents[3]
-    """The checkout whose package and `comparison.worker` run."""
+    """Root of the checkout whose package and `comparison.worker` run."""
 
 
 class Workers:
@@ -57,7 +57,7 @@ class Workers:
         self._stores: list[TCPStore] = []  # served as long as the processes may use them
         self._is_ready = self.have_run = False
         self.queues: str | None = None
-        """`CUDA_DEVICE_MAX_CONNECTIONS` of their first run; None: the environment's."""
+        """`CUDA_DEVICE_MAX_CONNECTIONS` of the processes' first run; None: the environment's."""
         for rank in range(world_size):
             log = (logs / f"{name}-{rank}.log").open("a")
             process = subprocess.Popen(
@@ -74,7 +74,7 @@ class Workers:
             self._processes.append(process)
 
     def wait_until_ready(self, seconds: float) -> str:
-        """Until all processes have imported their packages; returns why they have not, or an empty text."""
+        """Wait until all processes have imported their packages; returns an error, or an empty text."""
         error = "" if self._is_ready else self._collect(seconds)[1]
         self._is_ready = not error
         return error
@@ -82,8 +82,8 @@ class Workers:
     def run(
         self, task: Task, options: dict[str, Any], queues: str | None, seconds: float
     ) -> tuple[list[dict[str, Any]], str]:
-        """The answers of all processes by rank, or why there are none. Where the task needs fewer processes than there
-        are, several replicas of the program train it side by side, each by itself."""
+        """Run the task; returns the answers of all processes by rank, and an error, or an empty text. Where the task
+        needs fewer processes than there are, several replicas of the program train it side by side, each by itself."""
         size, self.have_run, self.queues = task.world_size, True, queues
         # this process serves the stores: a port that is chosen first and listened on later can be taken in between
         stores = [loopback_store(timedelta(seconds=seconds)) for _ in range(len(self._processes) // size)]
@@ -118,7 +118,7 @@ class Workers:
         return [collected[rank] for rank in sorted(collected)], ""
 
     def _log_stacks(self) -> None:
-        """Let each process write into its log where it is."""
+        """Make each process write the stacks of its threads into its log."""
         for process in self._processes:
             process.send_signal(signal.SIGUSR1)
         time.sleep(_STACK_SECONDS)
@@ -138,9 +138,9 @@ class Program:
     """One program on `world_size` processes of this machine.
 
     Args:
-        name: of its log files.
+        name: prefix of the names of its log files.
         logs: folder for what the processes print.
-        standby: keep further processes that have imported everything, for the run after one that failed.
+        standby: whether to keep further processes that have imported everything, for the run after a failed one.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class Program:
         self._next = self._start() if standby else None
 
     def wait_until_ready(self, seconds: float) -> str:
-        """Until all processes have imported their packages; returns why they have not, or an empty text."""
+        """Wait until all processes have imported their packages; returns an error, or an empty text."""
         return self._workers.wait_until_ready(seconds)
 
     def restart(self) -> None:
-        """New processes, whose imports run while other programs train."""
+        """Start new processes, whose imports run while other programs train."""
         self._workers.close()
         self._workers = self._next or self._start()
         self._next = self._start() if self._standby else None
@@ -166,11 +166,11 @@ class Program:
         """Train on all processes; returns the answer of the first, with the largest memory of all, or an `error`.
 
         After an error, without an answer within `seconds`, or if more than `_LEFT_GIB` of a device could not be freed,
-        the next run has new processes, as has one with another number of hardware queues. The first run of processes
-        has `_FIRST_SECONDS` more.
+        the next run has new processes, as has one with another number of hardware queues. The limit of the first run of
+        processes is `_FIRST_SECONDS` longer.
 
         Args:
-            left: seconds for all runs.
+            left: seconds that are left for all runs.
         """
         begun, queues = time.monotonic(), _queues(self._program, task, options)
         if self._workers.have_run and queues != self._workers.queues:
@@ -195,7 +195,8 @@ class Program:
 
 
 def _result(answers: list[dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """Of the answers by rank; replicas that train side by side, each by itself, have the mean of their times."""
+    """The program's result from the answers by rank; for replicas that train side by side, with the mean of their
+    times."""
     result = {**answers[0], "peak_memory_gib": max(answer["peak_memory_gib"] for answer in answers)}
     replicas = [answer["step_seconds"] for answer in answers[::world_size]]
     if len(replicas) > 1:
@@ -229,8 +230,8 @@ class Programs:
 
 
 def _queues(program: str, task: Task, options: Mapping[str, Any]) -> str | None:
-    """`CUDA_DEVICE_MAX_CONNECTIONS` of a run: what `megatron-wrap train` chooses, or what Megatron-Core asks for; None:
-    the environment's, or nothing to choose."""
+    """`CUDA_DEVICE_MAX_CONNECTIONS` of a run: the choice of `megatron-wrap train`, or the value that Megatron-Core
+    requires; None: the environment's value, or nothing to choose."""
     if task.platform == "cpu" or CONNECTIONS in os.environ:
         return None
     if program == "megatron-core":

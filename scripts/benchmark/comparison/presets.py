@@ -1,4 +1,4 @@
-"""Sizes that are compared by name."""
+"""Named sizes that can be compared."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _ARCH, _TRAIN = "megatron_lm.model.arch", "megatron_lm.train.common"
 
 @dataclass(frozen=True)
 class Preset:
-    """A run of megatron-wrap, from which the other programs take sizes and settings."""
+    """A run of megatron-wrap, whose sizes and settings the other programs use."""
 
     config: str
-    """Beside compare.py."""
+    """Name of the YAML in the folder of compare.py."""
     overrides: tuple[str, ...] = ()
 
 

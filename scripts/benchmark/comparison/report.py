@@ -1,4 +1,4 @@
-"""Results of a comparison as a table, and regressions; no measuring."""
+"""Results of a comparison as a table, and regressions; nothing is measured."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 REFERENCES = ("bare-best", "bare", "trainer-liger", "trainer")
-"""What ratios refer to: the first of these that ran."""
+"""Programs that ratios refer to: the first of these that ran."""
 
 
 def summary(runs: Sequence[Mapping[str, Any]], tokens_per_step: int, world_size: int, tflops: Any) -> dict[str, Any]:
     """One program's rounds as numbers.
 
     Args:
-        runs: of `Program.run`, one for each round.
-        tflops: of step seconds.
+        runs: results of `Program.run`, one for each round.
+        tflops: function of a step's seconds that returns TFLOP/s.
 
     Returns:
         Medians over all measured steps of all rounds, the slowest and fastest round's median, and the largest memory;
@@ -40,12 +40,12 @@ def summary(runs: Sequence[Mapping[str, Any]], tokens_per_step: int, world_size:
 
 
 def reference_of(programs: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The program that ratios refer to; None: none of `REFERENCES` ran."""
+    """Name of the program that ratios refer to; None: none of `REFERENCES` ran."""
     return next((name for name in REFERENCES if name in programs and "error" not in programs[name]), None)
 
 
 def ratios(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Speed of each program over that of the reference; empty without one."""
+    """Speed of each program divided by that of the reference; empty without a reference."""
     reference = reference_of(programs)
     if reference is None:
         return {}
@@ -56,7 +56,7 @@ def ratios(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def round_ratios(programs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """For each other run of megatron-wrap a line: its speed over that of `ours`, by round."""
+    """A line for each other run of megatron-wrap: its speed divided by that of `ours`, by round."""
     ours = programs.get("ours")
     if ours is None or "error" in ours:
         return []
@@ -122,8 +122,8 @@ def _sweep_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
 def regressions(new: Mapping[str, Any], old: Mapping[str, Any], threshold: float) -> tuple[list[str], int]:
     """Compare two reports.
 
-    Where both have the same reference program on the same hardware or not, speeds are compared as ratios to it: times
-    of two days differ for other reasons than the program. Without one, tokens per second are compared.
+    Where both have the same reference program, on any hardware, speeds are compared as ratios to it, because times of
+    two days differ for other reasons than the program. Without one, tokens per second are compared.
 
     Args:
         threshold: share by which the speed may fall, or the peak memory grow.

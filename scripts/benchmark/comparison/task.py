@@ -25,14 +25,14 @@ FORCED_BALANCE = "moe_router_force_load_balancing"
 
 @dataclass(frozen=True)
 class Task:
-    """One training job on random tokens: a model of any Hugging Face family, all of it or an adapter. Sizes are global.
-    Programs other than Megatron-Core's train without model parallelism."""
+    """A training job on random tokens: a model of any Hugging Face family, of which all weights or an adapter are
+    trained. Sizes are global. Programs other than Megatron-Core's train without model parallelism."""
 
     config: str
     """Path of the run's YAML, which megatron-wrap trains."""
     overrides: tuple[str, ...]
     platform: str
-    """"cuda" or "cpu"."""
+    """Platform, "cuda" or "cpu"."""
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -40,7 +40,7 @@ class Task:
     num_query_groups: int
     kv_channels: int
     vocab_size: int
-    """With padding: each program has this many rows."""
+    """Vocabulary size with padding; each program has this many rows."""
     rotary_base: float
     norm_epsilon: float
     seq_length: int
@@ -54,92 +54,94 @@ class Task:
     clip_grad: float
     world_size: int
     warmup: int
-    """Steps that are not measured, at least 1."""
+    """Number of steps before the measured ones, at least 1."""
     steps: int
-    """Steps that are measured."""
+    """Number of measured steps."""
     hf_config: dict[str, Any]
-    """config.json of the model, which transformers builds."""
+    """Content of config.json of the model, which transformers builds."""
     token_flops: float
-    """Model FLOPs of training one token, without those that grow with the square of its sequence's length."""
+    """Model FLOPs of training one token, without the FLOPs that grow with the square of its sequence's length."""
     square_flops: float
-    """Model FLOPs of training a sequence, for each square of its length."""
+    """Model FLOPs of training a sequence, per square of its length."""
     no_bare_loop: str
-    """What the bare loop does not have of this model; empty: it trains the same."""
+    """Description of the parts of this model that the bare loop lacks; empty: it trains the same model."""
     qk_layernorm: bool = False
     num_experts: int = 0
-    """Of each layer; 0: a dense model."""
+    """Number of experts of each layer; 0: a dense model."""
     experts_per_token: int = 0
     expert_width: int = 0
     """Intermediate size of one expert."""
     shared_expert_width: int = 0
-    """0: no shared expert."""
+    """Intermediate size of the shared experts; 0: there are none."""
     score_function: str = "softmax"
-    """"sigmoid": also with a bias for balance, as DeepSeek-V3 has it."""
+    """Function from the router's logits to scores; with "sigmoid" there is also a bias for balance, as in
+    DeepSeek-V3."""
     num_groups: int | None = None
-    """Groups of experts, of which `group_topk` are chosen first."""
+    """Number of groups of experts, of which `group_topk` are chosen first; None: no groups."""
     group_topk: int | None = None
     scaling_factor: float | None = None
-    """Of the experts' weights."""
+    """Factor of the experts' weights; None: 1."""
     balancing: str = "aux_loss"
     """Megatron-Core's kind of auxiliary loss; transformers has none in training."""
     aux_loss_coeff: float = 0.0
     router_dtype: str | None = None
     forced_balance: bool = False
-    """Random logits choose the experts, where the program can do this."""
+    """Whether random logits choose the experts, where the program can do this."""
     expert_parallel: int = 1
     tensor_parallel: int = 1
-    """Above 1 with sequence parallelism."""
+    """Size of tensor parallelism; above 1 with sequence parallelism."""
     context_parallel: int = 1
     exchange: str | None = None
     """Megatron-Core's cp_comm_type; None: the program's default."""
     pipeline_parallel: int = 1
     virtual_stages: int = 1
-    """Model chunks of each pipeline stage."""
+    """Number of model chunks on each pipeline stage."""
     lora_rank: int = 0
-    """Of adapters for all linear layers, without dropout; 0: all weights are trained."""
+    """Rank of adapters for all linear layers, without dropout; 0: all weights are trained."""
     lora_alpha: float = 0.0
     mixed_lengths: bool = False
-    """Samples have the lengths of `length_mix`, the same ones in each step, and no program pads them."""
+    """Whether samples have the lengths of `length_mix`, the same in each step; no program pads them."""
     kv_lora_rank: int = 0
-    """0: attention is not latent, and the four sizes that follow do not apply."""
+    """Width of the latent vector of keys and values; 0: attention is not latent, and the following four sizes have no
+    effect."""
     q_lora_rank: int = 0
     qk_head_dim: int = 0
-    """Without the rotary part."""
+    """Width of a head without its rotary part."""
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
     recompute: bool = False
-    """Of each layer the input alone is kept; the backward pass computes the layer again."""
+    """Whether only the input of each layer is kept, and the backward pass computes the layer again."""
 
     @property
     def device(self) -> torch.device:
-        """Of this process; the coordinator shows each process its GPUs."""
+        """Device of this process; the coordinator shows each process only its GPUs."""
         import os
 
         return torch.device(self.platform, int(os.environ.get("LOCAL_RANK", "0")) if self.platform == "cuda" else None)
 
     @property
     def model_parallel(self) -> int:
-        """Processes that share a replica."""
+        """Number of processes that share a replica."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
     def num_replicas(self) -> int:
-        """Data parallelism."""
+        """Number of replicas, the size of data parallelism."""
         return self.world_size // self.model_parallel
 
     @property
     def num_microbatches(self) -> int:
-        """Of each replica in a step."""
+        """Number of micro-batches of each replica in a step."""
         return self.global_batch_size // (self.micro_batch_size * self.num_replicas)
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all replicas; no padding."""
+        """Number of tokens of all replicas in a step; there is no padding."""
         return sum(self.sample_lengths)
 
     @property
     def sample_lengths(self) -> list[int]:
-        """Tokens with a loss in each sample of a step."""
+        """Number of tokens with a loss in each sample of a step."""
         if self.mixed_lengths:
             return length_mix(self.global_batch_size, self.seq_length)
         return [self.seq_length] * self.global_batch_size
@@ -151,20 +153,21 @@ class Task:
         return tflops_per_device(flops, step_seconds, self.world_size)
 
     def token_rows(self) -> numpy.ndarray:
-        """[(warmup + steps) * global_batch_size, seq_length + 1] int64: the samples in order, the same in every
-        program. Frequencies fall as 1 / rank, as those of words do, so that a loss that falls shows learning."""
+        """The samples in order, int64 [(warmup + steps) * global_batch_size, seq_length + 1], the same in every
+        program. Frequencies of tokens fall as 1 / rank, as those of words do, so that a falling loss shows learning."""
         count = (self.warmup + self.steps) * self.global_batch_size
         uniform = numpy.random.default_rng(0).random((count, self.seq_length + 1))
         return (self.vocab_size**uniform).astype(numpy.int64) - 1
 
     def samples(self) -> list[list[int]]:
-        """The rows as lists of tokens, cut to the samples' lengths; each has one token more, which is only a label."""
+        """The rows as lists of tokens, cut to the samples' lengths; each list has one token more, which is only a
+        label."""
         lengths = self.sample_lengths * (self.warmup + self.steps)
         pairs = zip(self.token_rows().tolist(), lengths, strict=True)
         return [row[: length + 1] for row, length in pairs]
 
     def as_json(self) -> dict[str, Any]:
-        """Fields by name."""
+        """Values of the fields by name."""
         return asdict(self)
 
 
@@ -226,7 +229,7 @@ def task_of(
 
 
 def _layout(config: RunConfig, world_size: int, path: str) -> dict[str, Any]:
-    """The fields of the parallel sizes, which must fit the devices and the batch."""
+    """Fields of the parallel sizes, which must fit the devices and the batch."""
     parallel, train = config.parallel, config.train
     layout = {
         "tensor_parallel": parallel.tensor_model_parallel_size,
@@ -248,7 +251,7 @@ def _layout(config: RunConfig, world_size: int, path: str) -> dict[str, Any]:
 
 
 def _of_the_family(config: RunConfig, vocab_size: int) -> dict[str, Any]:
-    """config.json, for which forced balance is no property of the model, and FLOPs."""
+    """Content of config.json, without forced balance, which is no property of the model, and the model's FLOPs."""
     upstream = {key: value for key, value in config.arch.upstream.items() if key != FORCED_BALANCE}
     balanced_by_itself = replace(config, arch=replace(config.arch, upstream=upstream))
     flops = training_flops(trained_shape(balanced_by_itself, vocab_size))
@@ -276,7 +279,8 @@ def _deepseek_fields(arch: ArchConfig) -> dict[str, Any]:
 
 
 def _not_in_the_bare_loop(config: RunConfig, platform: str) -> str:
-    """It has an untied Llama, and Qwen3 and DeepSeek-V3 with experts in all layers, and recomputes nothing."""
+    """Description of the parts of the model that the bare loop lacks. It has an untied Llama, and Qwen3 and DeepSeek-V3
+    with experts in all layers, and recomputes nothing."""
     arch = config.arch
     expected: dict[str, Any] = {
         "position_embedding_type": "rope",
@@ -328,8 +332,8 @@ def _refuse_other_settings(config: RunConfig) -> None:
 
 
 class StepClock:
-    """Times of the ends of steps, after that of its own creation. On a GPU they are events in the stream: a program
-    that does not wait for its GPU need not."""
+    """Records the time of its own creation and of the end of each step. On a GPU the times are events in the stream, so
+    that the program need not wait for its GPU."""
 
     def __init__(self, task: Task) -> None:
         self._cuda = task.platform == "cuda"
@@ -347,7 +351,7 @@ class StepClock:
             self._ends.append(time.perf_counter())
 
     def measured_seconds(self) -> list[float]:
-        """Of each step after the warm-up."""
+        """Seconds of each step after the warm-up."""
         ends = self._ends[self._warmup :]
         pairs = list(itertools.pairwise(ends))
         if self._cuda:
@@ -361,8 +365,8 @@ class Outcome:
     """The result of one run, on one process."""
 
     step_seconds: list[float]
-    """Of each measured step."""
+    """Seconds of each measured step."""
     losses: list[float]
-    """Mean loss of each step, the warm-up included; of this replica or of all, as the program reports it."""
+    """Mean loss of each step, the warm-up included, of this replica or of all, as the program reports it."""
     notes: str = ""
-    """The layout and settings of the run, as text."""
+    """Layout and settings of the run, as text."""

@@ -1,4 +1,4 @@
-"""A training loop on Megatron-Core alone, as a plain script writes it, with the flags of its user."""
+"""A training loop on Megatron-Core alone, as in a plain script, with the flags that its user chooses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _start(task: Task) -> None:
 
 
 def _start_user_buffers(task: Task) -> None:
-    """As Megatron-LM does it (megatron/training/initialize.py, _initialize_tp_communicators)."""
+    """Start user buffers as Megatron-LM does (megatron/training/initialize.py, _initialize_tp_communicators)."""
     from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
 
     tokens = task.seq_length * task.micro_batch_size // task.context_parallel
@@ -125,7 +125,8 @@ def _train(task: Task, flags: Flags) -> Outcome:
 
 
 def part_of_this_rank(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This process's positions of rows [b, s] under context parallelism, [b, s / size] each; changes the dictionary."""
+    """Rows [b, s] of the dictionary cut to this process's positions under context parallelism, [b, s / size] each;
+    changes the dictionary."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -138,14 +139,14 @@ def part_of_this_rank(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _mean(output: torch.Tensor, context_parallel: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Over this process's positions. The schedule multiplies the loss by the size of context parallelism, which suits a
-    mean over all positions."""
+    """The mean loss over this process's positions, divided by the size of context parallelism: the schedule multiplies
+    by it, which suits a mean over all positions."""
     loss = output.float().mean()
     return loss / context_parallel, {"loss": loss.detach()}
 
 
 def _of_the_replica(task: Task, losses: list[torch.Tensor]) -> list[float]:
-    """The loss of each step over all positions; only processes of the last pipeline stage have `losses`."""
+    """Loss of each step over all positions of the replica; only processes of the last pipeline stage have `losses`."""
     from megatron.core import parallel_state
 
     shown = torch.stack(losses) if losses else torch.empty(task.warmup + task.steps, device=task.device)
@@ -160,7 +161,7 @@ def _of_the_replica(task: Task, losses: list[torch.Tensor]) -> list[float]:
 
 
 def _steps(task: Task) -> list[tuple[torch.Tensor, ...]]:
-    """For each step this replica's micro-batches, in memory that the GPU reads directly."""
+    """This replica's micro-batches of each step, for a GPU in page-locked memory that it reads directly."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_data_parallel_rank()
@@ -173,7 +174,7 @@ def _steps(task: Task) -> list[tuple[torch.Tensor, ...]]:
 
 
 def _build(task: Task, flags: Flags) -> tuple[list[Any], Any]:
-    """Model chunks in Megatron-Core's DDP, and optimizer."""
+    """Build the model chunks in Megatron-Core's DDP, and the optimizer."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -216,7 +217,7 @@ def _build(task: Task, flags: Flags) -> tuple[list[Any], Any]:
 
 
 def _model(task: Task, flags: Flags, config: Any, stage: int) -> Any:
-    """The chunk of a virtual stage."""
+    """Build the model chunk of a virtual stage."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
@@ -292,7 +293,8 @@ def _transformer_config(task: Task, flags: Flags) -> Any:
 
 
 def _split(task: Task, flags: Flags) -> dict[str, Any]:
-    """Tensor, context and pipeline parallelism, with Megatron-LM's defaults (megatron/training/arguments.py)."""
+    """Settings of tensor, context and pipeline parallelism, with Megatron-LM's defaults
+    (megatron/training/arguments.py)."""
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": task.tensor_parallel,
         "sequence_parallel": task.tensor_parallel > 1 and flags.implementation != "local",  # its norms do not have it
@@ -323,7 +325,7 @@ def _latent_attention(task: Task) -> dict[str, Any]:
 
 
 def _experts(task: Task, flags: Flags) -> dict[str, Any]:
-    """As Megatron-Bridge's recipes of Qwen3-30B-A3B and DeepSeek-V3 set them, without drops."""
+    """Settings of experts as in Megatron-Bridge's recipes of Qwen3-30B-A3B and DeepSeek-V3, without drops."""
     if not task.num_experts:
         return {}
     return {

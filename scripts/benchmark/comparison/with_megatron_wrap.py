@@ -1,4 +1,4 @@
-"""megatron-wrap, in the loop that its documentation shows."""
+"""megatron-wrap in the loop of its documentation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(task: Task, options: dict[str, Any]) -> Outcome:
     """Train.
 
     Args:
-        options: `overrides`, further `a.b.c=value` of a variant, and `folder`, which the run may write.
+        options: `overrides`, further `a.b.c=value` of a variant, and `folder`, into which the run may write.
     """
     replica = int(os.environ.get("LOCAL_RANK", "0")) // task.world_size
     folder = Path(options["folder"], str(replica))

@@ -56,7 +56,7 @@ class _Rows(torch.utils.data.Dataset):
 
 def run(task: Task, options: dict[str, Any]) -> Outcome:
     """Train with `options["trainer"]`: "transformers", "transformers-flex", "transformers-liger",
-    "transformers-liger-fp32" (fp32 weights and moments, products in bf16 by autocast) or "trl"."""
+    "transformers-liger-fp32" (fp32 weights and moments, matmuls in bf16 by autocast) or "trl"."""
     transformers.set_seed(1234)  # the same initial weights in each run
     liger = options["trainer"].startswith("transformers-liger")
     dtype = torch.bfloat16 if task.bf16 and not options["trainer"].endswith("-fp32") else torch.float32
@@ -86,7 +86,8 @@ def _dtypes(task: Task, dtype: torch.dtype) -> str:
 
 
 def _attention(task: Task) -> str:
-    """Of padding-free batches on a GPU, attention within each sequence; sdpa masks the others; gpt-oss has no sdpa."""
+    """Name of the attention implementation. On a GPU, padding-free batches have attention within each sequence; sdpa
+    masks the other sequences. gpt-oss has no sdpa."""
     if task.hf_config["model_type"] in WITHOUT_SDPA:
         return "eager"
     if not (task.mixed_lengths and task.platform == "cuda"):

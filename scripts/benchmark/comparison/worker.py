@@ -35,18 +35,20 @@ _IMPORTED_EARLY = {
     "megatron-wrap": ("megatron_wrap.engine.step",),
     "trl": ("trl", "datasets"),
 }
-"""Slow imports, which run while others train instead of in the first run."""
+"""Program -> slow modules, which are imported while others train instead of in the first run."""
 _MEGATRON_CORE = (
     *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "megatron.core.distributed"),
     *("megatron.core.pipeline_parallel.schedules", "torch._dynamo", "torch._inductor.compile_fx"),
 )
-"""With Transformer Engine, and with what torch.compile imports when it compiles Megatron-Core's fused functions."""
+"""Modules of Megatron-Core with Transformer Engine, and modules that torch.compile imports when it compiles
+Megatron-Core's fused functions."""
 _OURS = (
     *_MEGATRON_CORE,
     *("megatron_wrap.core.run", "megatron_wrap.engine.setup.build", "megatron_wrap.model.gpt_provider"),
 )
 _ON_GPU = {"megatron-core": _MEGATRON_CORE, "megatron-wrap": _OURS}
-"""Further ones. On a CPU Megatron-Core is imported with the changes that make it run there, by the run itself."""
+"""Program -> further modules to import early on a GPU. On a CPU the run itself imports Megatron-Core, with the changes
+that make it run there."""
 
 
 def main(program: str) -> None:
@@ -98,7 +100,7 @@ def _result(module: Any, task: Task, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _release(cuda: bool) -> float:
-    """Free what the run left; returns the GiB of the GPU that could not be freed."""
+    """Free the memory that the run left; returns the GiB of the GPU that could not be freed."""
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Where a run is started: the sections of `megatron_wrap.launch`."""
+"""The sections of `megatron_wrap.launch`, which define where and how a run is started."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class SlurmConfig:
     setup: tuple[str, ...] = ()
     """Lines of bash before the run starts, such as [module load cuda, export NCCL_SOCKET_IFNAME=ib0]."""
     container: str | None = None
-    """Words before the command on each node, such as `apptainer exec --nv image.sif`; null: none."""
+    """Command prefix on each node, such as `apptainer exec --nv image.sif`; null: none."""
     python: str | None = None
     """Python on the nodes; null: the one that submits the job, in a container python3."""
     rendezvous_port: int | None = key(None, at_least=1024, at_most=65535)
@@ -79,7 +79,8 @@ class KubernetesConfig:
     (docs/cluster.md)."""
 
     name: str | None = None
-    """Of the TrainJob; null: the name of the YAML in lower case, with - for what is no letter or digit."""
+    """Name of the TrainJob; null: the name of the YAML in lower case, with - for each character that is no letter or
+    digit."""
     namespace: str | None = None
     """Namespace of all objects; null: that of kubectl's context."""
     context: str | None = None
@@ -89,15 +90,15 @@ class KubernetesConfig:
     image: str = "megatron-wrap"
     """Image of the pods, with its registry; the default is built from environment/test_environment/Dockerfile."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """When a node pulls the image; null: Always with the tag latest or none, else IfNotPresent."""
+    """Condition on which a node pulls the image; null: Always with the tag latest or none, else IfNotPresent."""
     image_pull_secrets: tuple[str, ...] = ()
     """Names of Secrets for the registry."""
     working_dir: str | None = None
     """Working directory of the run, to which its relative paths refer; null: that of the image,
     /workspace/megatron-wrap."""
     volumes: Mapping[str, Any] = key({})
-    """Where pods mount a volume -> name of a PersistentVolumeClaim, or a volume source of Kubernetes, such as
-    {/data: datasets, /scratch: {hostPath: {path: /mnt/scratch}}}."""
+    """Mount path in the pods -> name of a PersistentVolumeClaim, or a volume source of Kubernetes, such as {/data:
+    datasets, /scratch: {hostPath: {path: /mnt/scratch}}}."""
     shared_memory: str | None = None
     """Size limit of /dev/shm, such as 16Gi; null: the memory of the pod."""
     env: Mapping[str, Any] = key({})
@@ -107,7 +108,7 @@ class KubernetesConfig:
     env_from_secrets: tuple[str, ...] = ()
     """Names of Secrets whose keys all become environment variables."""
     resources: Mapping[str, Any] = key({})
-    """Of each pod in addition to its GPUs, such as {cpu: 32, memory: 256Gi, rdma/ib: 8}; requests and limits."""
+    """Requests and limits of each pod in addition to its GPUs, such as {cpu: 32, memory: 256Gi, rdma/ib: 8}."""
     gpu_resource: str = "nvidia.com/gpu"
     """Name of the cluster's resource for GPUs; platform cpu requests none."""
     node_selector: Mapping[str, Any] = key({})
