@@ -365,3 +365,23 @@ def long_functions(folders: list[Path], limit: int) -> list[str]:
         and node.end_lineno is not None
         and node.end_lineno - node.lineno + 1 > limit
     ]
+
+
+FRAGMENT = re.compile(
+    r"(That|Those|Whose|Which|In which|In that|By (how|which|that)|With (which|that)|From (which|that)"
+    r"|Of (which|that|the)|To (which|that)|For which|At which|Where|When|How)\b"
+)
+"""Begins a relative clause: a docstring that only the code beside it explains."""
+
+
+def fragments(folder: Path) -> list[str]:
+    """Docstrings of modules, classes, functions and attributes that do not stand by themselves."""
+    return [
+        f"{path.relative_to(folder)}:{node.lineno} {node.value.value.partition(chr(10))[0]}"
+        for path in sorted(folder.rglob("*.py"))
+        for node in nodes_of(parsed(path.read_text("utf-8")))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        and FRAGMENT.match(node.value.value)
+    ]

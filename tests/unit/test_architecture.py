@@ -15,6 +15,7 @@ from _architecture import (
     crowded_folders,
     cycles,
     foreign_changes,
+    fragments,
     layer_findings,
     long_functions,
     names_with_defaults,
@@ -193,6 +194,12 @@ def test_a_name_that_is_read_with_a_default_is_found():
 
 def test_no_function_is_longer_than_60_lines():
     assert long_functions([ROOT / PACKAGE, ROOT / "scripts", ROOT / "examples"], limit=60) == []
+
+
+def test_a_docstring_stands_by_itself(tmp_path):
+    assert fragments(ROOT / PACKAGE) == []
+    (tmp_path / "a.py").write_text('"""A module."""\nx = 1\n"""That it counts."""\n')
+    assert fragments(tmp_path) == ["a.py:3 That it counts."]
 
 
 def test_paths_of_the_page_exist():
