@@ -82,7 +82,7 @@ def evaluated_on_one_rank(ranks):
     return ranks(1).run(runs.evaluation, COPY, runs.pairs(), 3)[0]
 
 
-@pytest.mark.parametrize("name", quick(("tp2-sp", "pp2-vpp2", "cp2", "dp2"), ("pp2-vpp2",)))
+@pytest.mark.parametrize("name", quick(("tp2", "pp2-vpp2", "cp2", "dp2"), ("pp2-vpp2",)))
 def test_an_evaluation_uses_the_reference(ranks, evaluated_on_one_rank, name):
     assert abs(evaluated_on_one_rank["eval/set/rewards/margins"]) > 1e-3
     processes, overrides = layout(name)
