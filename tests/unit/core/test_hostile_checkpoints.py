@@ -12,6 +12,7 @@ import pytest
 import torch
 from _runs import started
 
+from megatron_wrap.checkpoint.files.hashes import digest
 from megatron_wrap.cli.main import main
 from megatron_wrap.errors import CheckpointError
 
@@ -99,15 +100,14 @@ ATTACKS = {
 
 
 def changed(attack: Any) -> tuple[str, Path]:
-    """The file that the attack changes in a new copy of a run's checkpoint, without a manifest."""
+    """The file that the attack changes in a new copy of a run's checkpoint, whose manifest lists no files."""
     shutil.rmtree("ckpt", ignore_errors=True)
     shutil.copytree("saved", "ckpt")
     checkpoint = Path("ckpt/iter_0000001")
     name = attack(checkpoint)
     manifest = json.loads((checkpoint / "megatron_wrap.json").read_text())
-    manifest["files"] = {}
-    del manifest["hashes"], manifest["digest"]
-    (checkpoint / "megatron_wrap.json").write_text(json.dumps(manifest))
+    manifest = {**manifest, "files": {}, "hashes": {}}
+    (checkpoint / "megatron_wrap.json").write_text(json.dumps({**manifest, "digest": digest(manifest)}))
     return name, checkpoint
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_wrap.checkpoint.files.hashes import digest
 from megatron_wrap.cli.main import main
 from megatron_wrap.inference.prompts import read_prompts
 from megatron_wrap.inference.trained_model import read_model
@@ -113,8 +114,8 @@ def test_code_that_only_a_checkpoint_names_is_not_imported(
     assert count == 1
     (checkpoint / "resolved.yaml").write_text(saved)
     facts = json.loads((checkpoint / "megatron_wrap.json").read_text())
-    facts = {**{key: value for key, value in facts.items() if key not in ("hashes", "digest")}, "files": {}}
-    (checkpoint / "megatron_wrap.json").write_text(json.dumps(facts))
+    facts = {**facts, "files": {}, "hashes": {}}
+    (checkpoint / "megatron_wrap.json").write_text(json.dumps({**facts, "digest": digest(facts)}))
     Path("foreign_code.py").write_text("open('marker', 'w')\nfrom megatron_wrap.model.gpt_provider import *\n")
     monkeypatch.syspath_prepend(".")
     for arguments in (("export-hf", str(checkpoint), "out"), ("export-hf", "run.yaml", "out"), ("chat", "checkpoints")):
