@@ -75,8 +75,8 @@ def _is_on_cpus(family: str, name: str) -> bool:
 
 
 ON_CPUS = [case for case in CASES if _is_on_cpus(*case)]
-"""Those on CPUs: all splits at once, and each axis of which no other test compares the family. A dense model and one
-with experts have all."""
+"""Cases that CPUs run: all splits at once, and each axis on which no other test compares the family. A dense model and
+one with experts have all cases."""
 
 
 def make_folder(

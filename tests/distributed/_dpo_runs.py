@@ -71,7 +71,7 @@ def steps(
 def train(
     overrides: Sequence[str], samples: Sequence[Any], until: int = 10, save_at: int | None = None
 ) -> list[dict[str, float]]:
-    """Those of the metrics that do not depend on the machine and the layout."""
+    """The metrics of each step that do not depend on the machine and the layout."""
     taken = steps(overrides, samples, until, save_at)
     return [{name: metrics[name] for name in REPORTED if name in metrics} for metrics in taken]
 
