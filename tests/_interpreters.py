@@ -159,6 +159,7 @@ def _forget_parent(unbuffered: bool) -> None:
     """Give up what a new interpreter has not: pytest's captures and hooks, handlers, children, modules of tests."""
     gc.freeze()
     torch.set_num_threads(1)  # a fork has no other
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     faulthandler.disable()
     for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
