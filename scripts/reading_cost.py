@@ -11,6 +11,8 @@ the package that are entered, functions, calls, and changes of file (calls from 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import sys
 import tempfile
 from collections import Counter
@@ -19,6 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
+from _architecture import fragments
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron_wrap"
 RUN = """\
@@ -82,7 +87,8 @@ def ways(folder: Path) -> dict[str, Way]:
     from megatron_wrap.core import MegatronWrap
 
     samples = [{"input_ids": list(range(1, 20)), "loss_mask": [1] * 19} for _ in range(36)]
-    (folder / "run.yaml").write_text(RUN.replace("checkpoints", f"{folder}/saved").replace("output}", f"{folder}/out}}"))
+    text = RUN.replace("checkpoints", f"{folder}/saved").replace("output}", f"{folder}/out}}")
+    (folder / "run.yaml").write_text(text)
 
     def run(overrides: tuple[str, ...], setup: Way, use: Callable[[MegatronWrap], None]) -> None:
         with MegatronWrap(folder / "run.yaml", [*overrides]) as wrap:
@@ -132,17 +138,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="list the files of each way")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         traced = ways(Path(folder))
     print(f"{'way':<26}{'files':>7}{'functions':>11}{'calls':>8}{'changes of file':>17}")
     for name, way in traced.items():
         calls = sum(way.functions.values())
         print(f"{name:<26}{len(way.files):>7}{len(way.functions):>11}{calls:>8}{way.changes:>17}")
         if arguments.files:
-            by_file = Counter({file: 0 for file in way.files})
-            for (file, _), count in way.functions.items():
-                by_file[file] += count
-            print("".join(f"  {count:>6}  {file}\n" for file, count in sorted(by_file.items())))
+            for file in sorted(way.files):
+                print(f"  {sum(n for (path, _), n in way.functions.items() if path == file):>6}  {file}")
+    print(f"{len(fragments(PACKAGE))} docstrings that do not stand by themselves; sizes: scripts/architecture.py")
 
 
 if __name__ == "__main__":

@@ -134,6 +134,7 @@ elif [ "$*" = --all ]; then
   fi
   types
   part "unit tests on the lowest transformers" oldest_transformers
+  part "reading cost" bash -c '"$0" scripts/architecture.py && "$0" scripts/reading_cost.py' "$PYTHON"
   lint
 else
   types
