@@ -155,7 +155,7 @@ def _import_for_ranks() -> None:
 def _read_for_runs() -> None:
     """What each run reads and its process keeps: versions of packages, and the files of a configuration. A forked
     process takes 40 ms for it."""
-    from megatron_wrap.bridge.export.training_record import package_versions
+    from megatron_wrap.bridge.export.model_card import package_versions
     from megatron_wrap.config import load_run_config
     from megatron_wrap.config.reading.yaml_nodes import inline_yaml
     from megatron_wrap.platform.base.machine import this_machine

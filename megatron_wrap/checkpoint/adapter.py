@@ -11,11 +11,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.bridge.export.adapted import layers_with_adapters, other_adapters
-from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.adapters.peft_folder import other_adapters
+from megatron_wrap.bridge.adapters.run_adapter import run_adapter
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
-from megatron_wrap.bridge.mapping.adapter_targets import saved_parameters
-from megatron_wrap.bridge.mapping.token_rows import trained_rows
 from megatron_wrap.checkpoint.files.hashes import find_damage, hash_files
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
@@ -187,12 +185,11 @@ def compare_adapters(checkpoint: Path, saved_adapter: Mapping[str, Any], config:
 
 
 def _modules(config: RunConfig, adapter: AdapterConfig) -> set[Any]:
-    layers = layers_with_adapters(replace(config, adapter=adapter))
-    hf_format = export_format(config, config.arch.vocab_size or 1)
-    whole = saved_parameters(hf_format.family.parameters(hf_format.arch), adapter)
-    rows = trained_rows(hf_format.family.parameters(hf_format.arch), adapter)
+    derived = run_adapter(replace(config, adapter=adapter))
+    assert derived is not None
+    modules = {module for layer in derived.layers for module in layer.modules}
     initial = {adapter.init_lora_weights} if adapter.decomposes_base else set()
-    return {module for layer in layers for module in layer.modules} | set(whole) | set(rows.items()) | initial
+    return modules | set(derived.saved) | set(derived.rows.items()) | initial
 
 
 def _plain(value: Any) -> Any:

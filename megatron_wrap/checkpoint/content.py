@@ -14,8 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_wrap.bridge.mapping.token_rows import EMBEDDING
-from megatron_wrap.bridge.mapping.value_model import HEAD
+from megatron_wrap.bridge.mapping.family import EMBEDDING, HEAD
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.state.muon import MOMENTUM, Muon

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.bridge.export.adapted import with_other_adapter
+from megatron_wrap.bridge.adapters.peft_folder import with_other_adapter
+from megatron_wrap.bridge.export.export_format import with_derived_sizes
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
 from megatron_wrap.bridge.loading.hub import read_run_content
-from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
 from megatron_wrap.checkpoint.precheck import existing_checkpoint, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config.checks.run import check_values

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_wrap.bridge.export.adapted import other_adapters
-from megatron_wrap.bridge.export.training_record import training_record
+from megatron_wrap.bridge.adapters.peft_folder import other_adapters
+from megatron_wrap.bridge.export.model_card import training_record
 from megatron_wrap.bridge.loading.load_weights import fill_new_rows
 from megatron_wrap.checkpoint import content
 from megatron_wrap.checkpoint.adapter import base_facts, check_adapter, check_others, compare_adapters

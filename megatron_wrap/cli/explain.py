@@ -5,8 +5,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from megatron_wrap.bridge.export.adapted import adapter_lines
-from megatron_wrap.bridge.export.frozen import trained_shape
+from megatron_wrap.bridge.adapters.run_adapter import run_adapter
+from megatron_wrap.bridge.adapters.trained_parameters import adapter_lines, trained_shape
 from megatron_wrap.bridge.loading.hub import with_downloads
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.decode import decode, load_tree
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         chosen = _choices_here(config)
     adapted: list[str] = []
     with mistakes.collected():
-        adapted = adapter_lines(config, config.arch.vocab_size)
+        adapted = adapter_lines(run_adapter(config), config.arch.vocab_size)
     lines = [explain(tree, keys[0] if keys else None, chosen)]
     if keys == [SECTION_PATHS["adapter"]]:
         lines += adapted

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_wrap.bridge.export.frozen import trained_shape
+from megatron_wrap.bridge.adapters.trained_parameters import trained_shape
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.schedule import check_schedule
 from megatron_wrap.config.checks.vocabulary import model_vocab_size

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_wrap.bridge.adapters.run_adapter import RunAdapter, adapter_of
+from megatron_wrap.bridge.adapters.target_modules import tied_copies
 from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
-from megatron_wrap.bridge.export.adapted import layers_with_adapters
 from megatron_wrap.bridge.export.export_format import ExportFormat, export_format
-from megatron_wrap.bridge.export.kept_vision import KeptVision
-from megatron_wrap.bridge.export.model_card import write_model_card
-from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_adapter, save_pretrained, upload
-from megatron_wrap.bridge.export.training_record import TrainingRecord, training_record
+from megatron_wrap.bridge.export.model_card import TrainingRecord, training_record, write_model_card
+from megatron_wrap.bridge.export.save_pretrained import KeptVision, prune_exports, save_adapter, save_pretrained, upload
 from megatron_wrap.bridge.export.weight_stream import WeightStream
-from megatron_wrap.bridge.mapping.adapter_targets import adapter_family, peft_config, task_type, tied_copies
 from megatron_wrap.checkpoint.files.complete_checkpoints import read_facts
 from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config.schema import derived
@@ -74,10 +72,10 @@ class RunExport:
         self, folder: str | os.PathLike[str], hf_format: ExportFormat, dtype: str | torch.dtype | None
     ) -> Path:
         state, config = self._state, self._state.config
-        layers = layers_with_adapters(config, state.shape.vocab_size)
-        values = peft_config(layers, config.adapter, config.model_provider.hf_path, task_type(hf_format.family))
-        stream = self._stream(hf_format, dtype, adapter=True)
-        copies = tied_copies(hf_format.family.parameters(hf_format.arch), config.adapter)
+        adapter = adapter_of(hf_format, config.adapter)
+        values = adapter.peft_config(config.model_provider.hf_path)
+        stream = self._stream(hf_format, dtype, adapter)
+        copies = tied_copies(hf_format.parameters, adapter.saved)
         return save_adapter(stream, values, state.parallel, folder, self._tokenizer, copies)
 
     @property
@@ -114,12 +112,14 @@ class RunExport:
         self, dtype: str | torch.dtype | None, family: str | None, adapter: bool
     ) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of each weight, or of each factor of the adapter."""
-        yield from self._stream(self._format(family), dtype, adapter)
+        hf_format = self._format(family)
+        yield from self._stream(hf_format, dtype, self._adapter(hf_format) if adapter else None)
 
     def weight_source(self, dtype: str | torch.dtype | None, family: str | None, adapter: bool) -> RolloutWeights:
         """The weights for a rollout engine."""
         hf_format, is_sender = self._format(family), self._state.parallel.world.rank == 0
-        return RolloutWeights(lambda: self._stream(hf_format, dtype, adapter), is_sender)
+        factors = self._adapter(hf_format) if adapter else None
+        return RolloutWeights(lambda: self._stream(hf_format, dtype, factors), is_sender)
 
     def upload(self, folder: Path, repo_id: str, private: bool | None, commit_message: str | None) -> str:
         """Upload a folder of `save_pretrained` to the hub, and return the URL of the commit."""
@@ -144,14 +144,16 @@ class RunExport:
         # vocab_size of the configuration may be null; the state has the tokenizer's
         return export_format(self._state.config, self._state.shape.vocab_size, family)
 
-    def _stream(self, hf_format: ExportFormat, dtype: str | torch.dtype | None, adapter: bool = False) -> WeightStream:
+    def _adapter(self, hf_format: ExportFormat) -> RunAdapter:
+        return adapter_of(hf_format, self._state.config.adapter)
+
+    def _stream(
+        self, hf_format: ExportFormat, dtype: str | torch.dtype | None, adapter: RunAdapter | None = None
+    ) -> WeightStream:
+        """The factors of `adapter`; None: the whole model, with its adapter merged."""
         state = self._state
         overlapped = bool(state.config.ddp.overlap_param_gather) and state.optimizer is not None
         synchronize_parameters(state.chunks, overlapped)
-        family = hf_format.family
-        if adapter:
-            layers = layers_with_adapters(state.config, state.shape.vocab_size)
-            family = adapter_family(family, layers, state.config.adapter)
-        return WeightStream(
-            state.chunks, family, hf_format.arch, state.parallel, state.platform.device, dtype, merge=not adapter
-        )
+        family = hf_format.family if adapter is None else adapter.family()
+        merge = adapter is None and state.config.adapter.adapter_type != "none"
+        return WeightStream(state.chunks, family, hf_format.arch, state.parallel, state.platform.device, dtype, merge)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.bridge.export.training_record import package_versions
+from megatron_wrap.bridge.export.model_card import package_versions
 from megatron_wrap.checkpoint.content import layout_facts
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml

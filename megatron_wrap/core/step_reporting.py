@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.bridge.export.adapted import describe_adapters
+from megatron_wrap.bridge.adapters.run_adapter import run_adapter
+from megatron_wrap.bridge.adapters.trained_parameters import describe_adapter
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import TrainingError
@@ -160,8 +161,9 @@ def describe_model(state: TrainingState) -> None:
     """Log the flow and the size of the model, and each weight with `show_weight_details`."""
     local = sum(parameter.numel() for chunk in state.chunks for parameter in chunk.parameters())
     logger.info_rank_0(f"{state.flow}; {local:,} parameters on rank 0")
-    if state.config.adapter.adapter_type != "none":
-        logger.info_rank_0(describe_adapters(state.config, state.shape.vocab_size))
+    adapter = run_adapter(state.config, state.shape.vocab_size)
+    if adapter is not None:
+        logger.info_rank_0(describe_adapter(adapter, state.shape.vocab_size))
     if state.config.model_provider.show_weight_details:
         from megatron_wrap.model.chunks import weight_lines
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.bridge.loading.adapter_folder import adapter_base, adapter_keys, is_adapter
+from megatron_wrap.bridge.adapters.peft_folder import adapter_base, adapter_keys, is_adapter
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.process_count import check_layout

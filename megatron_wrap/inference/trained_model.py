@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.bridge.loading.adapter_folder import adapter_base, adapter_keys, is_adapter
+from megatron_wrap.bridge.adapters.peft_folder import adapter_base, adapter_keys, is_adapter
 from megatron_wrap.bridge.loading.hub import local_folder, read_run_content
 from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
 from megatron_wrap.checkpoint.files.complete_checkpoints import RESOLVED

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.mapping.adapter_targets import ADAPTER
+from megatron_wrap.bridge.mapping.family import ADAPTER
 from megatron_wrap.config.schema import derived
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.model.chunks import bare_model

@@ -375,8 +375,8 @@ def read_rows(path: str) -> None:
 
 def read_adapter() -> None:
     """Check a run that starts from an adapter, with the keys of that adapter, and read its tensors."""
-    from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
-    from megatron_wrap.bridge.loading.adapter_folder import adapter_base, adapter_keys
+    from megatron_wrap.bridge.adapters.peft_folder import adapter_base, adapter_folder, adapter_keys
+    from megatron_wrap.bridge.adapters.run_adapter import run_adapter
     from megatron_wrap.config import load_run_config
     from megatron_wrap.config.checks.run import check_values
 
@@ -385,7 +385,7 @@ def read_adapter() -> None:
     overrides = [f"megatron_wrap.adapter.{key}={json.dumps(value)}" for key, value in keys.items()]
     config = load_run_config("run.yaml", ["megatron_wrap.adapter.__select__=lora", *overrides])
     check_values(config)
-    weights = adapter_folder(config, layers_with_adapters(config))
+    weights = adapter_folder(config, run_adapter(config))
     if weights is not None:
         for name, tensor in weights.tensors.items():
             weights.read(name, tuple((0, size) for size in tensor.shape))

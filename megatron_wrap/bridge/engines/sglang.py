@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_wrap.bridge.engines.rollout_weights import BUCKET_BYTES
-from megatron_wrap.bridge.engines.transfer import FAILED, Broadcast, Chunk, Transfer, during
+from megatron_wrap.bridge.engines.rollout_weights import BUCKET_BYTES, FAILED, Broadcast, Chunk, Transfer, during
 from megatron_wrap.bridge.export.weight_stream import dtype_name
 from megatron_wrap.parallel.agreement import on_rank_0
 

@@ -8,8 +8,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from megatron_wrap.bridge.engines.rollout_weights import BUCKET_BYTES, RolloutWeights
-from megatron_wrap.bridge.engines.transfer import Broadcast, Chunk, Transfer, during
+from megatron_wrap.bridge.engines.rollout_weights import (
+    BUCKET_BYTES,
+    Broadcast,
+    Chunk,
+    RolloutWeights,
+    Transfer,
+    during,
+)
 
 
 @dataclass

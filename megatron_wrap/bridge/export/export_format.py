@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
-from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
-from megatron_wrap.bridge.mapping.family import Family
-from megatron_wrap.bridge.mapping.value_model import family_of_model
+from megatron_wrap.bridge.mapping.family import Family, family_of_model
+from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.config.hugging_face import (
     FAMILIES,
     TRAINING_KEYS,
@@ -16,6 +16,7 @@ from megatron_wrap.config.hugging_face import (
     family_of,
     read_hugging_face_config,
 )
+from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import UnsupportedModel
@@ -33,7 +34,7 @@ _MODEL_FIELDS = re.compile(
 """Further fields of TransformerConfig that change the model's function; other fields choose kernels and schedules."""
 
 
-OF_THE_WEIGHTS = ("torch_dtype", "quantization_config")
+WEIGHT_KEYS = ("torch_dtype", "quantization_config")
 """Keys of config.json that describe the files of the original. An export is never quantized."""
 
 
@@ -47,6 +48,11 @@ class ExportFormat:
     original: HuggingFaceConfig | None
     """Content of config.json in the folder that the run started from; None: the run started from initial weights."""
 
+    @functools.cached_property
+    def parameters(self) -> dict[str, WeightMapping]:
+        """Global name of each parameter of the model -> its Hugging Face tensors, in model order."""
+        return self.family.parameters(self.arch)
+
     def config_json(self, dtype: str) -> dict[str, Any]:
         """The content of config.json: the original's if its family is the same, else translated from the architecture.
 
@@ -55,7 +61,7 @@ class ExportFormat:
         """
         head = {"architectures": [self.family.architecture], "dtype": dtype}
         if self.original is not None and self.original.family.model_type == self.family.model_type:
-            values = {key: value for key, value in self.original.values.items() if key not in OF_THE_WEIGHTS}
+            values = {key: value for key, value in self.original.values.items() if key not in WEIGHT_KEYS}
             if self.arch.vocab_size != self.original.arch_values["vocab_size"]:  # it has grown
                 values["vocab_size"] = self.arch.vocab_size
             return {**values, **self.family.exported_values(self.arch), **head}
@@ -91,8 +97,8 @@ def _choose_family(arch: ArchConfig, model_type: str | None) -> Family:
         if reason is not None:
             raise UnsupportedModel(f"the model cannot be exported as {model_type}: {reason}")
         return family
-    obstacles = []
-    for name in sorted(FAMILIES.keys(), key=lambda key: (*(key != preferred for preferred in _PREFERENCE), key)):
+    obstacles, names = [], FAMILIES.keys()
+    for name in (*_PREFERENCE, *(name for name in names if name not in _PREFERENCE)):
         family = family_of(name)
         reason = obstacle(family, arch)
         if reason is None:
@@ -115,7 +121,7 @@ def obstacle(family: Family, arch: ArchConfig) -> str | None:
         return f"it has {layers} for multi-token prediction, and mtp_num_layers is {arch.mtp_num_layers}"
     values: dict[str, Any] = {**{f.name: getattr(arch, f.name) for f in dataclasses.fields(arch)}, **arch.upstream}
     for key, value in returned.items():
-        if key not in TRAINING_KEYS and not _same(values.get(key), value):
+        if key not in TRAINING_KEYS and not _equal(values.get(key), value):
             return f"{key} would be {value} and is {values.get(key)}"
     lost = [
         key for key, value in arch.upstream.items() if key not in returned and value and _MODEL_FIELDS.fullmatch(key)
@@ -123,7 +129,31 @@ def obstacle(family: Family, arch: ArchConfig) -> str | None:
     return f"it has no {lost[0]}, which is {arch.upstream[lost[0]]}" if lost else None
 
 
-def _same(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, tuple | list) and isinstance(theirs, tuple | list):
-        return list(ours) == list(theirs)
-    return bool(ours == theirs)
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, tuple | list) and isinstance(other, tuple | list):
+        return list(value) == list(other)
+    return bool(value == other)
+
+
+def with_derived_sizes(arch: ArchConfig, seq_length: int, vocab_size: int | None = None) -> ArchConfig:
+    """The architecture with derived values instead of null.
+
+    Args:
+        seq_length: of the run, in tokens; for max_position_embeddings.
+        vocab_size: of the model; None: that of `arch`.
+    """
+    patterns: dict[str, Any] = {}
+    if arch.num_experts is not None:
+        patterns["moe_layer_freq"] = derived.moe_layer_pattern(arch)
+        patterns["moe_ffn_hidden_size"] = derived.moe_ffn_hidden_size(arch)
+    if arch.experimental_attention_variant is not None:
+        patterns["linear_attention_freq"] = derived.linear_layer_pattern(arch)
+    return dataclasses.replace(
+        arch,
+        **patterns,
+        ffn_hidden_size=derived.ffn_hidden_size(arch),
+        num_query_groups=derived.num_query_groups(arch),
+        kv_channels=derived.kv_channels(arch),
+        max_position_embeddings=derived.max_position_embeddings(arch, seq_length),
+        vocab_size=arch.vocab_size if vocab_size is None else vocab_size,
+    )

@@ -2,8 +2,14 @@
 
 from megatron_wrap.bridge.families import prediction_layers
 from megatron_wrap.bridge.families.common_keys import Table, refuse_unless
-from megatron_wrap.bridge.families.deepseek_experts import sigmoid_router_config, sigmoid_router_values
-from megatron_wrap.bridge.families.deepseek_v2 import latent_config, latent_layer, latent_table, latent_values
+from megatron_wrap.bridge.families.deepseek_v2 import (
+    latent_config,
+    latent_layer,
+    latent_table,
+    latent_values,
+    sigmoid_router_config,
+    sigmoid_router_values,
+)
 from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 
-from megatron_wrap.bridge.families.gemma_layers import gemma_config, gemma_table, gemma_values
+from megatron_wrap.bridge.families.gemma import gemma_config, gemma_table, gemma_values
 from megatron_wrap.bridge.families.mistral import layer_windows, layer_windows_config
 from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig

@@ -2,9 +2,15 @@
 have a base of their own (transformers/models/gemma3)."""
 
 from megatron_wrap.bridge.families.common_keys import need, refuse_unless
-from megatron_wrap.bridge.families.gemma_layers import gemma_config, gemma_table, gemma_values
-from megatron_wrap.bridge.families.mistral import SLIDING, layer_windows, layer_windows_config
-from megatron_wrap.bridge.families.rope_by_kind import rope_of_kinds, rope_of_kinds_config, window_rope_values
+from megatron_wrap.bridge.families.gemma import gemma_config, gemma_table, gemma_values
+from megatron_wrap.bridge.families.mistral import (
+    SLIDING,
+    layer_windows,
+    layer_windows_config,
+    rope_of_kinds,
+    rope_of_kinds_config,
+    window_rope_values,
+)
 from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 

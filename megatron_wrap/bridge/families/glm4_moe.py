@@ -5,7 +5,7 @@ DeepSeek V3's experts (transformers/models/glm4_moe).
 from dataclasses import replace
 from functools import partial
 
-from megatron_wrap.bridge.families import common_keys, deepseek_experts, deepseek_v3, llama
+from megatron_wrap.bridge.families import common_keys, deepseek_v2, deepseek_v3, llama
 from megatron_wrap.bridge.families.common_keys import Table
 from megatron_wrap.bridge.families.prediction_layers import prediction_table
 from megatron_wrap.bridge.mapping.family import Config, Values
@@ -23,8 +23,8 @@ def _arch_values(config: Config) -> Values:
     values = common_keys.decoder_values(config, tied=False)
     return {
         **values,
-        **deepseek_experts.expert_values(config, values["num_layers"]),
-        **deepseek_experts.sigmoid_router_values(config),
+        **deepseek_v2.expert_values(config, values["num_layers"]),
+        **deepseek_v2.sigmoid_router_values(config),
         "add_qkv_bias": bool(config.get("attention_bias", False)),
         "qk_layernorm": bool(config.get("use_qk_norm", False)),
     }
@@ -32,7 +32,7 @@ def _arch_values(config: Config) -> Values:
 
 def _config_values(arch: ArchConfig) -> Values:
     attention = {"attention_bias": arch.add_qkv_bias, "use_qk_norm": arch.qk_layernorm}
-    experts = {**deepseek_experts.expert_config(arch), **deepseek_experts.sigmoid_router_config(arch)}
+    experts = {**deepseek_v2.expert_config(arch), **deepseek_v2.sigmoid_router_config(arch)}
     return {
         **common_keys.decoder_config(arch),
         **experts,

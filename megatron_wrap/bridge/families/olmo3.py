@@ -1,10 +1,15 @@
 """OLMo 3: OLMo 2 with sliding windows in some layers, whose rotary frequencies are not scaled
 (transformers/models/olmo3)."""
 
-from megatron_wrap.bridge.families.mistral import layer_windows, layer_windows_config
+from megatron_wrap.bridge.families.mistral import (
+    layer_windows,
+    layer_windows_config,
+    rope_of_kinds,
+    rope_of_kinds_config,
+    window_rope_values,
+)
 from megatron_wrap.bridge.families.olmo2 import FAMILY as OLMO2
 from megatron_wrap.bridge.families.olmo2 import olmo_table
-from megatron_wrap.bridge.families.rope_by_kind import rope_of_kinds, rope_of_kinds_config, window_rope_values
 from megatron_wrap.bridge.mapping.family import Config, Family, Values
 from megatron_wrap.config.schema.model import ArchConfig
 

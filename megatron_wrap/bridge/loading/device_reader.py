@@ -17,7 +17,7 @@ from io import FileIO
 import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.loading.stored_tensors import StoredTensor, not_finite
+from megatron_wrap.bridge.loading.folder_tensors import StoredTensor, not_finite
 from megatron_wrap.errors import CheckpointError
 
 _DTYPES = {

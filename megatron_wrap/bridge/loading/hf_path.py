@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_wrap.bridge.loading.hub import local_folder
 from megatron_wrap.bridge.loading.weight_folder import PICKLE_FILES, WEIGHT_FILES, WeightFolder
-from megatron_wrap.bridge.mapping.value_model import family_of_model
+from megatron_wrap.bridge.mapping.family import family_of_model
 from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_generation_config, read_hugging_face_config
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_wrap.bridge.loading.stored_tensors import StoredTensor
+from megatron_wrap.bridge.loading.folder_tensors import StoredTensor
 from megatron_wrap.bridge.mapping.tensors import Region
 from megatron_wrap.config.quantization import Quantization
 from megatron_wrap.errors import CheckpointError

@@ -12,21 +12,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_wrap.bridge.loading.folder_tensors import (
+    LEFT_OUT,
+    ExpertOfStack,
+    StoredTensor,
+    not_finite,
+    prefix_of,
+    refuse_unless_in_folder,
+    stored_tensors,
+    text_name,
+    without_stacks,
+)
 from megatron_wrap.bridge.loading.quantized_tensors import (
     QuantizedTensor,
     dequantized,
     stored_slices,
     with_quantized,
 )
-from megatron_wrap.bridge.loading.stored_tensors import (
-    ExpertOfStack,
-    StoredTensor,
-    not_finite,
-    refuse_unless_in_folder,
-    stored_tensors,
-    without_stacks,
-)
-from megatron_wrap.bridge.loading.text_part import LEFT_OUT, prefix_of, text_name
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Region
 from megatron_wrap.config.quantization import Quantization
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a peft folder."""
 PICKLE_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 OUTPUTS = ("lm_head.weight", "score.weight")

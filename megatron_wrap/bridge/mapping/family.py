@@ -1,14 +1,32 @@
 """Definition of a Hugging Face family: translation of its config.json to `megatron_lm.model.arch` and back, and the
-mapping of its weights."""
+mapping of its weights; and the same family with a scalar head, transformers' model for sequence classification with one
+label."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
+from megatron_wrap.bridge.mapping.tensors import replicated, tensor_shapes
+from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.errors import UnsupportedModel
+
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Global name of the embedding."""
+HEAD = "output_layer.weight"
+"""Global name of the output layer, or of the scalar head."""
+SCORE = "score.weight"
+"""Hugging Face's name of the scalar head."""
+ADAPTER = "_adapter"
+"""Suffix of the name of an adapter's module, after the name of its linear layer."""
+_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+WITH_SCALAR_HEAD = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose sequence classification model is the decoder with a linear head without bias (transformers'
+modeling_layers.py, GenericForSequenceClassification)."""
 
 Config = Mapping[str, Any]
 """Keys of a config.json, or of a part of it, and their values."""
@@ -55,8 +73,45 @@ class Family:
 
     def shapes(self, arch: ArchConfig) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every Hugging Face tensor of the architecture, in model order."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for mapping in self.parameters(arch).values():
-            for name, shape in mapping.shapes().items():
-                shapes[name] = tuple(map(max, shapes.get(name, shape), shape))
-        return shapes
+        return tensor_shapes(self.parameters(arch))
+
+
+def family_of_model(config: RunConfig, family: Family) -> Family:
+    """The family as the run's provider builds its models: unchanged, or with a scalar head.
+
+    Raises:
+        UnsupportedModel: the family has no supported model for sequence classification.
+    """
+    return with_scalar_head(family) if derived.has_value_head(config) else family
+
+
+def has_scalar_head(family: Family) -> bool:
+    """Whether a family is a result of `with_scalar_head`."""
+    return SCORE in family.new_if_missing
+
+
+def with_scalar_head(family: Family) -> Family:
+    """The family's sequence classification model with one label. A folder of the causal language model starts one: its
+    `lm_head` is not read, and the head has initial weights.
+
+    Raises:
+        UnsupportedModel: it is not supported.
+    """
+    if family.model_type not in WITH_SCALAR_HEAD:
+        raise UnsupportedModel(
+            f"a value model of {family.model_type} has no supported Hugging Face folder; supported are "
+            f"{', '.join(WITH_SCALAR_HEAD)}"
+        )
+
+    def parameters(arch: ArchConfig) -> dict[str, WeightMapping]:
+        table = {name: mapping for name, mapping in family.parameters(arch).items() if name != HEAD}
+        return {**table, HEAD: replicated(SCORE, 1, arch.hidden_size)}
+
+    return replace(
+        family,
+        architecture=family.architecture.replace("ForCausalLM", "ForSequenceClassification"),
+        parameters=parameters,
+        ignored=(*family.ignored, r"lm_head\.weight"),
+        new_if_missing=(SCORE,),
+        exported_values=lambda arch: {**family.exported_values(arch), **_ONE_LABEL},
+    )

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.mapping.adapter_targets import ADAPTER
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.mapping.family import ADAPTER, Family
 from megatron_wrap.bridge.mapping.tensors import Mapping, Piece, Region
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import CheckpointError

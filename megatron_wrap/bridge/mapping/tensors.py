@@ -85,14 +85,15 @@ class Mapping:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each Hugging Face tensor of this parameter, as far as its runs cover the tensor."""
         ends: dict[str, int] = {}
-        for run in (run for part in self.parts for run in part):
-            ends[run.name] = max(ends.get(run.name, 0), run.stop)
-        return {name: tuple(stop for _, stop in self._region(0, end)) for name, end in ends.items()}
+        for part in self.parts:
+            for run in part:
+                ends[run.name] = max(ends.get(run.name, 0), run.stop)
+        return {name: tuple([stop for _, stop in self._region(0, end)]) for name, end in ends.items()}
 
     def local_shape(self, size: int) -> tuple[int, ...]:
         """Shape of one rank's shard with tensor-parallel size `size`, without padding."""
-        length = sum(run.stop - run.start for part in self.parts for run in part)
-        return tuple(stop for _, stop in self._local_region(0, length // size if self.split else length))
+        length = sum([run.stop - run.start for part in self.parts for run in part])
+        return tuple([stop for _, stop in self._local_region(0, length // size if self.split else length)])
 
     def pieces(self, local_shape: Sequence[int], rank: int, size: int) -> list[Piece]:
         """The pieces of the shard of `rank` out of `size` tensor-parallel ranks, in the shard's order. If the local
@@ -144,6 +145,15 @@ class Mapping:
         if self.depthwise:
             region = (region[0], (0, 1), region[1])
         return region if self.index is None else ((self.index, self.index + 1), *region)
+
+
+def tensor_shapes(parameters: dict[str, Mapping]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every Hugging Face tensor of a table of parameters, in its order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for mapping in parameters.values():
+        for name, shape in mapping.shapes().items():
+            shapes[name] = tuple(map(max, shapes.get(name, shape), shape))
+    return shapes
 
 
 def replicated(name: str, *shape: int) -> Mapping:

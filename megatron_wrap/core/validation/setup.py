@@ -96,20 +96,17 @@ def new_tokens_warning(config: RunConfig, tokenizer: Any, vocab_size: int) -> st
 
 def _frozen_rows(config: RunConfig, tokens: NewTokens, vocab_size: int) -> list[str]:
     """Hugging Face's names of the vocabulary layers whose rows of new tokens would not be trained."""
+    from megatron_wrap.bridge.adapters.run_adapter import run_adapter
+    from megatron_wrap.bridge.adapters.trained_parameters import frozen_names, hugging_face_names
     from megatron_wrap.bridge.export.export_format import export_format
-    from megatron_wrap.bridge.export.frozen import frozen_names, hugging_face_names
-    from megatron_wrap.bridge.mapping.adapter_targets import saved_parameters
-    from megatron_wrap.bridge.mapping.token_rows import trained_rows
 
     named = hugging_face_names(config)
     if named is None:
         return []
-    hf_format = export_format(config, vocab_size)
-    table = hf_format.family.parameters(hf_format.arch)
-    if config.adapter.adapter_type != "none":
-        rows = trained_rows(table, config.adapter)
-        trained = {*saved_parameters(table, config.adapter), *(name for name in rows if {*tokens.ids} <= {*rows[name]})}
-        frozen = table.keys() - trained
+    table, adapter = export_format(config, vocab_size).parameters, run_adapter(config, vocab_size)
+    if adapter is not None:
+        rows = (name for name, indices in adapter.rows.items() if {*tokens.ids} <= {*indices})
+        frozen = table.keys() - {*adapter.saved, *rows}
     else:
         frozen = frozen_names(config, named) if config.train.freeze else set()
     tensors = [named[name][0] for name, mapping in table.items() if mapping.padded and name in frozen]

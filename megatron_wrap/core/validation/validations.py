@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_wrap.bridge.export.adapted import adapter_folder, adapter_lines, layers_with_adapters
-from megatron_wrap.bridge.export.frozen import check_frozen
+from megatron_wrap.bridge.adapters.peft_folder import adapter_folder
+from megatron_wrap.bridge.adapters.run_adapter import run_adapter
+from megatron_wrap.bridge.adapters.trained_parameters import adapter_lines, check_frozen
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
 from megatron_wrap.checkpoint.files.complete_checkpoints import read_facts
 from megatron_wrap.checkpoint.precheck import (
@@ -203,11 +204,11 @@ def _weights(candidate: Candidate) -> Iterator[Note]:
 def _adapter(candidate: Candidate) -> Iterator[Note]:
     config = candidate.config
     vocab_size = candidate.vocab_size or config.arch.vocab_size
-    layers = layers_with_adapters(config, vocab_size)
+    adapter = run_adapter(config, vocab_size)
     # without a tokenizer's size the processes compare the folder; the factors of a checkpoint replace it
     if vocab_size is not None and starting_checkpoint(config) is None:
-        adapter_folder(config, layers, vocab_size)
-    yield from map(Note, adapter_lines(config, vocab_size))
+        adapter_folder(config, adapter)
+    yield from map(Note, adapter_lines(adapter, vocab_size))
 
 
 def _reference(candidate: Candidate) -> Iterator[Note]:

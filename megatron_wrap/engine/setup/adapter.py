@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters, with_other_adapter
-from megatron_wrap.bridge.export.export_format import export_format
+from megatron_wrap.bridge.adapters.factors import AdaptedLayer, TargetModule
+from megatron_wrap.bridge.adapters.peft_folder import adapter_folder, with_other_adapter
+from megatron_wrap.bridge.adapters.run_adapter import run_adapter
+from megatron_wrap.bridge.adapters.target_modules import is_linear
 from megatron_wrap.bridge.loading.load_weights import load_weights
-from megatron_wrap.bridge.mapping.adapter_targets import (
-    ADAPTER,
-    AdaptedLayer,
-    TargetModule,
-    is_linear,
-    saved_parameters,
-)
+from megatron_wrap.bridge.mapping.family import ADAPTER
 from megatron_wrap.bridge.mapping.model_parameters import local_pieces, view_of
 from megatron_wrap.bridge.mapping.tensors import Mapping
 from megatron_wrap.config.schema import derived
@@ -48,20 +44,19 @@ def adapt_chunks(
         from_path: False: ignore `adapter.path`, for a caller that loads a checkpoint.
 
     Raises:
-        UnsupportedModel, ConfigError: as `layers_with_adapters`. CheckpointError: `adapter.path` cannot be loaded, or
+        UnsupportedModel, ConfigError: as `run_adapter`. CheckpointError: `adapter.path` cannot be loaded, or
             is of other modules or ranks.
     """
-    layers = layers_with_adapters(config, vocab_size)
-    folder = adapter_folder(config, layers, vocab_size) if from_path else None
-    hf_format = export_format(config, vocab_size)
-    saved = saved_parameters(hf_format.family.parameters(hf_format.arch), config.adapter)
+    adapter = run_adapter(config, vocab_size)
+    assert adapter is not None, "the caller has an adapter"
+    folder = adapter_folder(config, adapter) if from_path else None
     for name in config.adapter.others or {}:
         _add_other(name, config, parallel, chunks, vocab_size)
     for chunk in map(bare_model, chunks):
-        add_adapters(chunk, layers, config, parallel, decompose=from_path)
-        train_whole(chunk, saved, config)
-        if config.adapter.trainable_token_indices:
-            add_token_rows(chunk, config, parallel, vocab_size)
+        add_adapters(chunk, adapter.layers, config, parallel, decompose=from_path)
+        train_whole(chunk, adapter.saved, config)
+        if adapter.rows:
+            add_token_rows(chunk, adapter.rows, config, parallel, vocab_size)
         if folder is not None:
             load_weights(chunk, config.arch, folder, parallel)
 
@@ -72,15 +67,16 @@ def _add_other(
     """Add an adapter of `adapter.others`, frozen and switched off; it is a sibling `linear_qkv_adapter_NAME`."""
     from megatron_wrap.nn.adapters.lora import TRAINED, LinearAdapter
 
-    theirs = with_other_adapter(config, name)
-    layers = layers_with_adapters(theirs, vocab_size)
-    if any(layer.experts for layer in layers):
+    other = with_other_adapter(config, name)
+    adapter = run_adapter(other, vocab_size)
+    assert adapter is not None
+    if any(layer.experts for layer in adapter.layers):
         key = f"megatron_wrap.adapter.others.{name}"
         raise ConfigError(f"{key}: only the trained adapter can have target_parameters; remove it from others")
-    folder = adapter_folder(theirs, layers, vocab_size)
+    folder = adapter_folder(other, adapter)
     assert folder is not None
     for chunk in map(bare_model, chunks):
-        add_adapters(chunk, layers, theirs, parallel)
+        add_adapters(chunk, adapter.layers, other, parallel)
         load_weights(chunk, config.arch, folder, parallel)
         for owner in list(chunk.modules()):
             for child_name, child in list(owner.named_children()):

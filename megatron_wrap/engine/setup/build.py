@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from megatron_wrap.bridge.export.frozen import trained_shape
+from megatron_wrap.bridge.adapters.trained_parameters import trained_shape
 from megatron_wrap.bridge.loading.hf_path import folder_arch, starting_weights, tokens_new_to_folder
 from megatron_wrap.bridge.loading.load_weights import fill_new_rows, load_weights
 from megatron_wrap.bridge.loading.weight_folder import WeightFolder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_wrap.bridge.export.adapted import with_other_adapter
-from megatron_wrap.bridge.export.frozen import trained_shape
+from megatron_wrap.bridge.adapters.peft_folder import with_other_adapter
+from megatron_wrap.bridge.adapters.trained_parameters import trained_shape
 from megatron_wrap.bridge.loading.hf_path import starting_weights
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema.run import RunConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_wrap.bridge.export.frozen import frozen_names, hugging_face_names
+from megatron_wrap.bridge.adapters.trained_parameters import frozen_names, hugging_face_names
 from megatron_wrap.bridge.mapping.model_parameters import SEPARATE_NORMS
 from megatron_wrap.config.checks.located_errors import refuse
 from megatron_wrap.config.schema.derived import trained_prediction_layers

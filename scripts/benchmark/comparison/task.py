@@ -12,8 +12,8 @@ import numpy
 import torch
 
 from comparison.length_mix import length_mix
+from megatron_wrap.bridge.adapters.trained_parameters import trained_shape
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.bridge.export.adapted import layers_with_adapters
+from megatron_wrap.bridge.adapters.run_adapter import run_adapter
 from megatron_wrap.checkpoint.adapter import base_facts, check_adapter
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.precheck import check_checkpoints
@@ -38,7 +38,7 @@ def test_a_misspelled_module_is_reported_by_the_adapter_not_by_the_checkpoint(tm
     overrides = (LORA, f"{TRAIN}.save={tmp_path}", f"{ADAPTER}.target_modules=[q_prj]")
     check(*overrides)
     with pytest.raises(ConfigError, match=r"did you mean q_proj\?"):
-        layers_with_adapters(load_run_config(CONFIG, overrides))
+        run_adapter(load_run_config(CONFIG, overrides))
 
 
 @pytest.mark.parametrize(

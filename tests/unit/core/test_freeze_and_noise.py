@@ -6,7 +6,7 @@ import _runs
 import pytest
 import torch
 
-from megatron_wrap.bridge.export.frozen import check_frozen
+from megatron_wrap.bridge.adapters.trained_parameters import check_frozen
 from megatron_wrap.config import load_run_config
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import CheckpointError, ConfigError

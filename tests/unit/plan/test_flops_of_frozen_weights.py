@@ -25,7 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from megatron_wrap.bridge.export.frozen import hugging_face_names, trained_shape
+from megatron_wrap.bridge.adapters.trained_parameters import hugging_face_names, trained_shape
 from megatron_wrap.config import load_run_config
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.plan.flops import forward_flops, training_flops

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_wrap.bridge.export.frozen import trained_shape
+from megatron_wrap.bridge.adapters.trained_parameters import trained_shape
 from megatron_wrap.config.reading.pipeline_layout import PipelineLayout, even_layout, parse_layout
 from megatron_wrap.core.config import load_run_config
 from megatron_wrap.plan.layer_costs import ModelCosts, model_costs

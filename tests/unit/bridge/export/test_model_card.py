@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 from huggingface_hub import EvalResult, ModelCard
 
-from megatron_wrap.bridge.export.model_card import FILE_NAME, card_text, hub_id, published, write_model_card
-from megatron_wrap.bridge.export.training_record import TrainingRecord, command_line
+from megatron_wrap.bridge.export.model_card import (
+    FILE_NAME,
+    TrainingRecord,
+    card_text,
+    command_line,
+    hub_id,
+    published,
+    write_model_card,
+)
 
 RECORD = TrainingRecord(
     name="tuned",

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from megatron_wrap.bridge.loading import device_reader
 from megatron_wrap.bridge.loading.device_reader import DeviceReader
-from megatron_wrap.bridge.loading.stored_tensors import stored_tensors
+from megatron_wrap.bridge.loading.folder_tensors import stored_tensors
 from megatron_wrap.errors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.export.training_record import training_record
+from megatron_wrap.bridge.export.model_card import training_record
+from megatron_wrap.bridge.loading.folder_tensors import stored_tensors
 from megatron_wrap.bridge.loading.hf_path import starting_weights
 from megatron_wrap.bridge.loading.quantized_tensors import dequantized, stored_slices, with_quantized
-from megatron_wrap.bridge.loading.stored_tensors import stored_tensors
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.hugging_face import HF_PATH
 from megatron_wrap.config.quantization import Quantization

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from megatron_wrap.bridge.adapters.peft_folder import read_adapter_config
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.loading.adapter_folder import read_adapter_config
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face, folder_arch, starting_weights
 from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE, folder_digest, stored_tensors
 from megatron_wrap.config import load_run_config

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_wrap.bridge.adapters.run_adapter import adapter_of, run_adapter
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.bridge.mapping.adapter_targets import adapted_layers, saved_parameters
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.errors import ConfigError
@@ -88,7 +88,7 @@ def test_a_pattern_that_matches_nothing_is_refused(override, message):
     config = load_run_config(CONFIG, (LORA, f"{KEYS}.{override}"))
     model = export_format(config, 4096)
     with pytest.raises(ConfigError, match=message):
-        adapted_layers(model.family.parameters(model.arch), config.adapter)
+        adapter_of(model, config.adapter)
 
 
 def test_a_rank_above_the_size_of_a_decomposed_weight_is_refused():
@@ -130,8 +130,9 @@ def test_adapters_of_experts_need_grouped_ones(path, override, message):
 
 def _adapted(config):
     check_values(config)
-    model = export_format(config, 4096)
-    return adapted_layers(model.family.parameters(model.arch), config.adapter)
+    adapter = run_adapter(config, 4096)
+    assert adapter is not None
+    return adapter.layers
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
@@ -140,7 +141,7 @@ def test_a_copy_of_one_of_two_tied_modules_is_refused(name):
     config = load_run_config(CONFIG, (LORA, tied, f"{KEYS}.modules_to_save=[{name}]"))
     model = export_format(config, 4096)
     with pytest.raises(ConfigError, match=f"{name} is the embedding and the output layer, whose weights are tied"):
-        adapted_layers(model.family.parameters(model.arch), config.adapter)
+        adapter_of(model, config.adapter)
 
 
 @pytest.mark.parametrize(("bias", "targets"), [("all", ["q_proj", "down_proj"]), ("lora_only", "all-linear")])
@@ -151,9 +152,8 @@ def test_peft_s_rules_choose_the_biases(bias, targets):
     options = {"target_modules": targets, "bias": bias}
     biases = ("megatron_lm.model.arch.add_qkv_bias=true", *(f"{KEYS}.{k}={json.dumps(v)}" for k, v in options.items()))
     config = load_run_config(CONFIG, (LORA, *biases))
-    form = export_format(config, 64)
-    table = form.family.parameters(form.arch)
-    ours = {name for mapping in saved_parameters(table, config.adapter).values() for name in mapping.shapes()}
+    base = export_format(config, 64)
+    ours = {name for mapping in adapter_of(base, config.adapter).saved.values() for name in mapping.shapes()}
 
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -162,7 +162,7 @@ def test_peft_s_rules_choose_the_biases(bias, targets):
     assert ours == {name for name in peft.get_peft_model_state_dict(adapted) if ".lora_" not in name}
     part = load_run_config(CONFIG, (LORA, *biases, f"{KEYS}.target_modules=[q_proj]", f"{KEYS}.bias=lora_only"))
     with pytest.raises(ConfigError, match="one tensor here; adapt k_proj, v_proj as well"):
-        saved_parameters(table, part.adapter)
+        adapter_of(base, part.adapter)
 
 
 def test_peft_s_rules_choose_the_modules():
@@ -179,9 +179,8 @@ def test_peft_s_rules_choose_the_modules():
     }
     overrides = [f"{KEYS}.{key}={json.dumps(value)}" for key, value in options.items()]
     config = load_run_config(CONFIG, (LORA, *overrides))
-    form = export_format(config, 64)
-    layers = adapted_layers(form.family.parameters(form.arch), config.adapter)
-    ours = {module.name: (module.rank, module.scale) for layer in layers for module in layer.modules}
+    adapter = adapter_of(export_format(config, 64), config.adapter)
+    ours = {module.name: (module.rank, module.scale) for layer in adapter.layers for module in layer.modules}
 
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -193,7 +192,7 @@ def test_peft_s_rules_choose_the_modules():
         if isinstance(module, peft.tuners.lora.Linear)
     }
     assert ours == theirs
-    trained_whole = saved_parameters(form.family.parameters(form.arch), config.adapter).values()
+    trained_whole = adapter.saved.values()
     assert {name for mapping in trained_whole for name in mapping.shapes()} == {
         name.replace(".modules_to_save.default", "")
         for name, parameter in adapted.named_parameters()

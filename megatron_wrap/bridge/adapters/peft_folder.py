@@ -1,31 +1,28 @@
-"""The folder of a peft adapter, compared with the run's adapters."""
+"""Folders of peft adapters: their options, compared with those of the run, and the files of their factors. Needs no
+torch."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from megatron_wrap.bridge.loading.weight_folder import WeightFolder
-from megatron_wrap.bridge.mapping.adapter_targets import (
-    SEQUENCE_CLASSIFICATION,
-    AdaptedLayer,
-    adapter_family,
-    task_type,
-)
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.adapters.run_adapter import SEQUENCE_CLASSIFICATION, RunAdapter
+from megatron_wrap.bridge.loading.weight_folder import ADAPTER_CONFIG, WeightFolder, folder_digest
+from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.reading.json_file import read_json
 from megatron_wrap.config.reading.yaml_nodes import describe, inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.keys import key_range
-from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
+from megatron_wrap.config.schema.model import AdapterConfig
+from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.types import Mismatch, check_value
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.errors import CheckpointError, ConfigError
 
-CONFIG = "adapter_config.json"
 _CHANGED_BASE = "the factors belong to a changed base; save it converted, by path_initial_model_for_weight_conversion"
 REFUSED = {
     "lora_bias": "factors have no biases",
@@ -75,7 +72,7 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, damaged, or not that of a LoRA adapter without further parts.
     """
-    path = Path(folder).expanduser() / CONFIG
+    path = Path(folder).expanduser() / ADAPTER_CONFIG
     values = read_json(path, "set adapter.path to a folder of peft, or save the adapter again", CheckpointError)
     if not isinstance(values, dict) or values.get("peft_type") != "LORA":
         kind = values.get("peft_type") if isinstance(values, dict) else None
@@ -112,7 +109,7 @@ def _check_types(path: Path, values: Mapping[str, Any]) -> None:
 
 def is_adapter(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder contains a peft adapter."""
-    return os.path.isfile(os.path.join(folder, CONFIG))
+    return os.path.isfile(os.path.join(folder, ADAPTER_CONFIG))
 
 
 def adapter_base(folder: str | os.PathLike[str]) -> str:
@@ -124,8 +121,8 @@ def adapter_base(folder: str | os.PathLike[str]) -> str:
     base = read_adapter_config(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise CheckpointError(
-            f"{Path(folder) / CONFIG} names no base_model_name_or_path; write the folder of the model there, or set "
-            "megatron_wrap.model_provider.hf_path to it and megatron_wrap.adapter.path to this folder"
+            f"{Path(folder) / ADAPTER_CONFIG} names no base_model_name_or_path; write the folder of the model there, "
+            "or set megatron_wrap.model_provider.hf_path to it and megatron_wrap.adapter.path to this folder"
         )
     return base
 
@@ -156,50 +153,78 @@ def saved_adapter(folder: str | os.PathLike[str]) -> AdapterConfig:
     return AdapterConfig(adapter_type="lora", **keys)
 
 
-def open_adapter(
-    folder: str | os.PathLike[str],
-    layers: Sequence[AdaptedLayer],
-    config: AdapterConfig,
-    family: Family,
-    arch: ArchConfig,
-) -> WeightFolder:
-    """The factors in a folder of peft; names and shapes are those of `layers`.
+def with_other_adapter(config: RunConfig, name: str) -> RunConfig:
+    """The run's configuration with an adapter of `adapter.others` as the trained one, whose folder is `adapter.path`.
 
     Raises:
-        CheckpointError: a file cannot be read; the adapter is of a model with a scalar head and this run's model has
-            none, or the reverse; it has other ranks, scales or modules than `megatron_wrap.adapter`, a form of peft
-            before 0.19, or a factor is missing.
+        CheckpointError: its adapter_config.json cannot be read, or it has more than factors.
     """
+    assert config.adapter.others is not None
+    folder = config.adapter.others[name]
+    adapter = replace(saved_adapter(folder), base_weights=config.adapter.base_weights)
+    more = adapter.modules_to_save or adapter.target_parameters or adapter.trainable_token_indices
+    if more or adapter.bias != "none":
+        raise CheckpointError(
+            f"{folder}: an adapter of megatron_wrap.adapter.others has factors of linear layers alone; this one has "
+            "modules_to_save, rows of tokens, biases or adapters of experts; merge it into a model of its own"
+        )
+    return replace(config, adapter=adapter)
+
+
+def other_adapters(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Name -> path and SHA-256 of the files of each adapter of `adapter.others`."""
+    adapters = {}
+    for name, folder in (config.adapter.others or {}).items():
+        digest = hashlib.sha256()
+        for file in sorted(Path(folder).expanduser().glob("adapter_*")):
+            digest.update(file.name.encode() + file.read_bytes())
+        adapters[name] = {"path": folder, "digest": digest.hexdigest()}
+    return adapters
+
+
+def adapter_folder(config: RunConfig, adapter: RunAdapter | None) -> WeightFolder | None:
+    """The files of `adapter.path`, compared with the run's adapter; None without that key.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the folder is of another base; the adapter is of a model with a
+            scalar head and this run's model has none, or the reverse; it has other ranks, scales or modules than
+            `megatron_wrap.adapter`, a form of peft before 0.19, or a factor is missing.
+    """
+    folder, hf_path = config.adapter.path, config.model_provider.hf_path
+    if folder is None or adapter is None:
+        return None
+    if hf_path is not None:
+        _refuse_another_base(folder, hf_path)
     values, saved = read_adapter_config(folder), saved_adapter(folder)
-    of_scores = values.get("task_type") == SEQUENCE_CLASSIFICATION
-    if of_scores != (task_type(family) == SEQUENCE_CLASSIFICATION):
-        kind = "a sequence classification model" if of_scores else "a language model"
-        provider = derived.VALUE_PROVIDER if of_scores else "gpt_model"
+    has_scores = values.get("task_type") == SEQUENCE_CLASSIFICATION
+    if has_scores != (adapter.task_type == SEQUENCE_CLASSIFICATION):
+        kind = "a sequence classification model" if has_scores else "a language model"
+        provider = derived.VALUE_PROVIDER if has_scores else "gpt_model"
         raise CheckpointError(
             f"{folder}: task_type is {values.get('task_type')}, an adapter of {kind}; set "
             f"megatron_wrap.model_provider.provider_key to {provider}, or load another adapter"
         )
     # factors of PiSSA belong to a base without the product of the initial ones, others to the base
-    if saved.decomposes_base != config.decomposes_base:
-        raise _differs(folder, "init_lora_weights", saved.init_lora_weights, config.init_lora_weights)
+    if saved.decomposes_base != adapter.config.decomposes_base:
+        raise _differs(folder, "init_lora_weights", saved.init_lora_weights, adapter.config.init_lora_weights)
     for key in _COMPARED:
-        there, here = getattr(saved, key), getattr(config, key)
-        if _without_order(key, there) != _without_order(key, here):
+        there, here = getattr(saved, key), getattr(adapter.config, key)
+        if _comparable(key, there) != _comparable(key, here):
             raise _differs(folder, key, there, here)
     version = str(values.get("peft_version") or "0.17")  # 0.18 is the first release that writes it
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < _EXPERT_FILES and any(
-        layer.experts and not layer.weight.transposed for layer in layers
+        layer.experts and not layer.weight.transposed for layer in adapter.layers
     ):
         raise CheckpointError(
             f"{folder}: peft {version} saved it, and factors of experts have another form since 0.19; merge it with "
             "that release (merge_and_unload) and set megatron_wrap.model_provider.hf_path to the merged model"
         )
-    files = WeightFolder(Path(folder).expanduser(), adapter_family(family, layers, config, converted=False))
-    files.check(arch)
+    files = WeightFolder(Path(folder).expanduser(), adapter.family(converted=False))
+    files.check(adapter.hf_format.arch)
     return files
 
 
-def _without_order(key: str, value: Any) -> Any:
+def _comparable(key: str, value: Any) -> Any:
     """A value in a form for comparison: peft writes names in another order, and null instead of empty values."""
     return sorted(value) if key in ("target_parameters", "modules_to_save") else value or None
 
@@ -210,3 +235,26 @@ def _differs(folder: str | os.PathLike[str], key: str, there: Any, here: Any) ->
     return CheckpointError(
         f"{folder}: {key} is {saved} there and {wanted} here; write megatron_wrap.adapter.{key}={saved}"
     )
+
+
+def _refuse_another_base(folder: str, hf_path: str) -> None:
+    """Compare the base that an adapter names with the run's base, if the files of both are on this machine."""
+    named = read_adapter_config(folder).get("base_model_name_or_path")
+    if not named or named == hf_path:
+        return
+    named_digest, digest = _digest(named), _digest(hf_path)
+    if named_digest is not None and digest is not None and named_digest != digest:
+        raise CheckpointError(
+            f"{folder} is an adapter of {named}, and megatron_wrap.model_provider.hf_path {hf_path} is another model: "
+            f"its config.json or the headers of its weight files differ; set hf_path to {named}, or, if the weights "
+            f"are the same, write {hf_path} as base_model_name_or_path into {folder}/adapter_config.json"
+        )
+
+
+def _digest(path_or_id: str) -> str | None:
+    """`folder_digest` of a model; None if its weights are not on this machine."""
+    try:
+        folder = resolve_folder(path_or_id)
+    except ConfigError:
+        return None
+    return folder_digest(folder) if any(folder.glob("*.safetensors")) else None

@@ -11,8 +11,8 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
-from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
-from megatron_wrap.bridge.mapping.adapter_targets import peft_config
+from megatron_wrap.bridge.adapters.peft_folder import adapter_folder
+from megatron_wrap.bridge.adapters.run_adapter import run_adapter
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import CheckpointError
 
@@ -37,18 +37,20 @@ def open_folder(base: Path, adapter: Path, *overrides: str) -> None:
     config = load_run_config(
         CONFIG, (f"megatron_wrap.model_provider.hf_path={base}", *(f"megatron_wrap.{key}" for key in keys))
     )
-    adapter_folder(config, layers_with_adapters(config))
+    adapter_folder(config, run_adapter(config))
 
 
 def make_adapter(folder: Path, base: Path, left_out: str = "nothing") -> Path:
     """A folder of peft, with zeros."""
     config = load_run_config(CONFIG, (f"megatron_wrap.model_provider.hf_path={base}",))
-    layers = layers_with_adapters(config)
-    shapes = {name: shape for layer in layers for m in layer.factors().values() for name, shape in m.shapes().items()}
+    adapter = run_adapter(config)
+    assert adapter is not None
+    factors = [mapping for layer in adapter.layers for mapping in layer.factors().values()]
+    shapes = {name: shape for mapping in factors for name, shape in mapping.shapes().items()}
     folder.mkdir()
     tensors = {name: numpy.zeros(shape, numpy.float32) for name, shape in shapes.items() if left_out not in name}
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(peft_config(layers, config.adapter, str(base), "CAUSAL_LM")))
+    (folder / "adapter_config.json").write_text(json.dumps(adapter.peft_config(str(base))))
     return folder
 
 

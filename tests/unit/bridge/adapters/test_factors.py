@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy
 import pytest
 
+from megatron_wrap.bridge.adapters.factors import expert_factors
 from megatron_wrap.bridge.mapping import tensors as weights
-from megatron_wrap.bridge.mapping.expert_factors import expert_factors
 
 RANK, EXPERTS, HIDDEN, WIDTH = 3, 4, 5, 6
 EQUATION = "ore,eri->eoi"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.bridge.export.adapted import adapter_folder, layers_with_adapters
-from megatron_wrap.bridge.loading.adapter_folder import REFUSED, WITHOUT_EFFECT, adapter_keys
+from megatron_wrap.bridge.adapters.peft_folder import REFUSED, WITHOUT_EFFECT, adapter_folder, adapter_keys
+from megatron_wrap.bridge.adapters.run_adapter import run_adapter
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.errors import MegatronWrapError
@@ -51,7 +51,7 @@ def test_a_folder_of_other_modules_is_refused(values, overrides, message, tmp_pa
     folder = folder_with(tmp_path, **values)
     config = load_run_config(CONFIG, (f"{KEYS}.__select__=lora", f"{KEYS}.path={folder}", *overrides))
     with pytest.raises(MegatronWrapError, match=message):
-        adapter_folder(config, layers_with_adapters(config))
+        adapter_folder(config, run_adapter(config))
 
 
 @pytest.mark.parametrize("version", [{}, {"peft_version": "0.18.1"}])
@@ -60,7 +60,7 @@ def test_factors_of_experts_of_peft_before_0_19_are_refused(version, tmp_path):
     keys = (f"{KEYS}.path={folder}", f"{KEYS}.target_parameters=[mlp.experts.down_proj]")
     config = load_run_config(CONFIG.with_name("tiny-mixtral-sft.yaml"), (f"{KEYS}.__select__=lora", *keys))
     with pytest.raises(MegatronWrapError, match=r"another form since 0\.19; merge it with that release"):
-        adapter_folder(config, layers_with_adapters(config))
+        adapter_folder(config, run_adapter(config))
 
 
 @pytest.mark.transformers  # which peft imports

@@ -1,156 +1,35 @@
-"""The weights of a model that `megatron_wrap.adapter` adapts or trains whole, by peft's rules, and the tensors in
-peft's files of their factors. Needs no torch."""
+"""The weights that get adapters, are trained whole, or in rows of tokens, chosen by peft's rules from the options of
+`megatron_wrap.adapter`. Needs no torch."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from megatron_wrap.bridge.mapping.expert_factors import EXPERTS, expert_factors
-from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.bridge.adapters.factors import EXPERTS, PEFT_PREFIX, AdaptedLayer, TargetModule, with_runs
+from megatron_wrap.bridge.mapping.family import EMBEDDING, HEAD, SCORE
 from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
-from megatron_wrap.bridge.mapping.tensors import Run
-from megatron_wrap.bridge.mapping.token_rows import EMBEDDING, as_in_peft, no_match, row_factors, trained_rows
-from megatron_wrap.bridge.mapping.value_model import HEAD, SCORE, has_scalar_head
+from megatron_wrap.bridge.mapping.tensors import Run, replicated
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.errors import ConfigError, did_you_mean
 
 Number = TypeVar("Number", int, float)
 
-PEFT_PREFIX = "base_model.model."
-"""Prefix of the names in adapter_model.safetensors."""
-PEFT_VERSION = "0.19.0"
-"""The release of peft that introduced the format that is written here."""
-SEQUENCE_CLASSIFICATION = "SEQ_CLS"
-"""peft's task type of a model with a scalar head."""
-ADAPTER = "_adapter"
-"""Suffix of the name of an adapter's module, after the name of its linear layer."""
-
+ROWS = {EMBEDDING: "embedding.word_embeddings_adapter.token_rows", HEAD: "output_layer_adapter.token_rows"}
+"""Global name of a weight -> global name of its trained rows; tied weights use those of the embedding."""
+_ROWS_KEY = "megatron_wrap.adapter.trainable_token_indices"
 _WHOLE = re.compile(r"(?:embedding|output_layer|.*norm)\.(?:\w+\.)?(?:weight|bias)")
 """Pattern of the global names of parameters that can be trained whole."""
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:.*\.)?(?:linear_\w+|in_proj|out_proj))\.weight")
-_SAME_IN_PEFT = ("r", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "bias", "ensure_weight_tying")
 
 
 def is_linear(layer: str) -> bool:
     """Whether the global name of a layer is that of a linear layer of the decoder."""
     return _LINEAR.fullmatch(f"{layer}.weight") is not None
-
-
-@dataclass(frozen=True)
-class TargetModule:
-    """A module of Hugging Face's model that gets an adapter."""
-
-    name: str
-    """Name of the module, such as model.layers.0.self_attn.q_proj."""
-    rank: int
-    scale: float
-    """Factor of the adapter's output: alpha / rank, or alpha / sqrt(rank)."""
-    is_parameter: bool = False
-    """Whether target_parameters names the module's weight."""
-
-    @property
-    def key(self) -> str:
-        """The last part of the name."""
-        return self.name.rpartition(".")[2]
-
-
-@dataclass(frozen=True)
-class AdaptedLayer:
-    """A linear layer of Megatron-Core with adapters, or the stack of this layer over all experts."""
-
-    name: str
-    """Global name, such as decoder.layers.0.self_attention.linear_qkv."""
-    weight: WeightMapping
-    """Mapping of the layer's weight; for a stack, that of the first expert."""
-    modules: tuple[TargetModule, ...]
-    """Hugging Face modules of the layer; for a stack, the fused tensor, such as
-    model.layers.0.mlp.experts.gate_up_proj."""
-    experts: int = 0
-    """Number of experts of the stack; 0: one linear layer."""
-    nested: bool = False
-    """Whether peft wraps a further tensor of the same experts around this one."""
-    dora: bool = False
-    """Whether the norms of the adapted rows are trained as well."""
-    decomposed: bool = False
-    """Whether the initial factors, whose product is subtracted from the base, are kept in addition to the trained
-    ones."""
-
-    @property
-    def is_row_parallel(self) -> bool:
-        """Whether tensor parallelism splits the layer's inputs."""
-        return self.weight.split and self.weight.along == 1
-
-    def file_stem(self, module: TargetModule) -> str:
-        """Name of the module's factors in peft's file, without `.lora_A.weight`."""
-        if not self.experts:
-            return PEFT_PREFIX + module.name
-        return PEFT_PREFIX + module.name.rpartition(".")[0] + (".base_layer" if self.nested else "")
-
-    def runs_of(self, module: TargetModule) -> list[tuple[int, tuple[Run, ...]]]:
-        """(index of the part of the layer's weight, the part's runs of this module) where there are any."""
-        name = f"{module.name}.weight"
-        parts = [tuple(run for run in part if run.name == name) for part in self.weight.parts]
-        return [(index, runs) for index, runs in enumerate(parts) if runs]
-
-    def factors(self) -> dict[str, WeightMapping]:
-        """Global name of each trained factor -> its tensor in peft's file."""
-        table: dict[str, WeightMapping] = {}
-        for module in self.modules:
-            table |= self._factors_of_experts(module) if self.experts else self._factors_of(module)
-        return table
-
-    def all_factors(self) -> dict[str, WeightMapping]:
-        """The table of `factors`. With `decomposed` it also contains the initial factors, which follow the trained ones
-        along the rank of the tensors, as peft's LoraModel.subtract_mutated_init makes them for an adapter of the
-        original base."""
-        table = self.factors()
-        if not self.decomposed:
-            return table
-        initial = {
-            name.replace(".lora_", ".initial_"): replace(mapping, other_start=mapping.other or 0)
-            for name, mapping in table.items()
-        }
-        return {**table, **initial}
-
-    def _factors_of(self, module: TargetModule) -> dict[str, WeightMapping]:
-        """The factors of one linear layer; of each, `other` is the rank."""
-        weight, runs = self.weight, self.runs_of(module)
-        assert weight.other is not None, "a linear layer's weight has two dimensions"
-        stem, file = f"{self.name}{ADAPTER}.lora_", f"{self.file_stem(module)}.lora_"
-        if weight.along == 1:
-            inputs = sum(run.stop - run.start for _, part in runs for run in part)
-            parts: list[tuple[Run, ...]] = [(Run(f"{file}B.weight", 0, weight.other),)]
-        else:
-            inputs = weight.other
-            parts = [tuple(replace(run, name=f"{file}B.weight") for run in part) for _, part in runs]
-        a = WeightMapping(((Run(f"{file}A.weight", 0, inputs),),), module.rank, split=self.is_row_parallel, along=1)
-        table = {f"{stem}A_{module.key}": a}
-        for number, part in enumerate(parts):
-            key = module.key if len(parts) == 1 else f"{module.key}_{number}"
-            b = WeightMapping((part,), module.rank, split=weight.split and weight.along == 0)
-            table[f"{stem}B_{key}"] = b
-            if self.dora:
-                norms = _with_runs(b, lambda run: replace(run, name=f"{file}magnitude_vector"))
-                table[f"{stem}magnitude_{key}"] = replace(norms, other=None)
-        return table
-
-    def _factors_of_experts(self, module: TargetModule) -> dict[str, WeightMapping]:
-        owner, _, layer = self.name.rpartition(".")
-        table: dict[str, WeightMapping] = {}
-        for expert in range(self.experts):
-            first, second = expert_factors(self.weight, self.file_stem(module), module.rank, expert, self.experts)
-            stem = f"{owner}.{expert}.{layer}{ADAPTER}"
-            table |= {f"{stem}.lora_A_{module.key}": first, f"{stem}.lora_B_{module.key}": second}
-        return table
-
-
-def _with_runs(mapping: WeightMapping, changed: Callable[[Run], Run]) -> WeightMapping:
-    return replace(mapping, parts=tuple(tuple(map(changed, part)) for part in mapping.parts))
 
 
 @dataclass(frozen=True)
@@ -209,7 +88,6 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     """
     candidates = _candidates(table)
     _refuse_unmatched(config, candidates)
-    _refuse_unsupported(table, config)
     chosen = {candidate: target for candidate in candidates if (target := _target(candidate, config)) is not None}
     names = {candidate.name for candidate in chosen}
     layers: dict[str, AdaptedLayer] = {}
@@ -261,12 +139,15 @@ def _refuse_large_rank(module: TargetModule, shape: Sequence[int]) -> None:
         )
 
 
-def saved_parameters(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, WeightMapping]:
+def saved_parameters(
+    table: Mapping[str, WeightMapping], config: AdapterConfig, layers: Sequence[AdaptedLayer]
+) -> dict[str, WeightMapping]:
     """Global name of each parameter that is trained whole in addition to the adapters (modules_to_save, biases, and the
     head of a value model) -> its tensors in peft's file.
 
     Args:
         table: the family's, global name of each parameter -> its Hugging Face tensors.
+        layers: the result of `adapted_layers`.
 
     Raises:
         ConfigError: an entry matches no module, or one that cannot be trained whole; lora_only means a part of a bias.
@@ -285,14 +166,16 @@ def saved_parameters(table: Mapping[str, WeightMapping], config: AdapterConfig) 
             f"megatron_wrap.adapter: trainable_token_indices trains rows of {_owners(table[both[0]])[0]}, which "
             "modules_to_save trains whole; remove it from one of the two"
         )
-    return {**_trained_biases(table, config), **whole}
+    return {**_trained_biases(table, config, layers), **whole}
 
 
-def _trained_biases(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, WeightMapping]:
+def _trained_biases(
+    table: Mapping[str, WeightMapping], config: AdapterConfig, layers: Sequence[AdaptedLayer]
+) -> dict[str, WeightMapping]:
     """The biases of `config.bias`; peft's file has those of adapted modules as base_layer.bias."""
     if config.bias == "none":
         return {}
-    adapted = {module.name for layer in adapted_layers(table, config) for module in layer.modules}
+    adapted = {module.name for layer in layers for module in layer.modules}
     trained = {}
     for name, mapping in table.items():
         owners = set(_owners(mapping))
@@ -310,7 +193,8 @@ def _trained_biases(table: Mapping[str, WeightMapping], config: AdapterConfig) -
 
 def _owners(mapping: WeightMapping) -> list[str]:
     """The Hugging Face modules of a parameter's tensors."""
-    return [name.rpartition(".")[0] for name in mapping.shapes()]
+    names = dict.fromkeys([run.name for part in mapping.parts for run in part])
+    return [name.rpartition(".")[0] for name in names]
 
 
 def _refuse_unsupported(table: Mapping[str, WeightMapping], config: AdapterConfig) -> None:
@@ -339,94 +223,12 @@ def _refuse_unsupported(table: Mapping[str, WeightMapping], config: AdapterConfi
             )
         if not matched:
             endings = sorted({name.rpartition(".")[2] for name in possible - tied})
-            raise no_match(key, entry, "module of the model", endings)
+            raise _no_match(key, entry, "module of the model", endings)
         if not matched <= possible:
             raise ConfigError(
                 f"{key}: {entry} matches {min(matched - possible)}; only embeddings, the output layer and norms can be "
                 "trained whole, so list linear layers in target_modules"
             )
-
-
-def tied_copies(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, str]:
-    """Name of each tensor in peft's file that is a copy -> name of the original: the output layer's weights, if they
-    are those of an embedding that is trained whole."""
-    if HEAD in table or EMBEDDING not in saved_parameters(table, config):
-        return {}
-    (embedding,) = _owners(table[EMBEDDING])
-    return {f"{PEFT_PREFIX}lm_head.weight": f"{PEFT_PREFIX}{embedding}.weight"}
-
-
-def adapter_family(
-    family: Family, layers: Sequence[AdaptedLayer], config: AdapterConfig, converted: bool = True
-) -> Family:
-    """The family of peft's folders for these layers: its parameters are the factors and the `saved_parameters`.
-
-    Args:
-        converted: with `all_factors`, an adapter of the original base; False: with `factors`, of one that begins with
-            factors of the base and belongs to a changed one.
-    """
-    factors: dict[str, WeightMapping] = {}
-    for layer in layers:
-        factors |= layer.all_factors() if converted else layer.factors()
-    return replace(
-        family,
-        parameters=lambda arch: {
-            **factors,
-            **row_factors(family.parameters(arch), config, PEFT_PREFIX),
-            **saved_parameters(family.parameters(arch), config),
-        },
-        base_prefix=PEFT_PREFIX,
-        ignored=(re.escape(f"{PEFT_PREFIX}lm_head.weight"),) if config.ensure_weight_tying else (),
-        new_if_missing=(),
-        is_adapter=True,
-    )
-
-
-def task_type(family: Family) -> str:
-    """peft's task type of a model's adapters."""
-    return SEQUENCE_CLASSIFICATION if has_scalar_head(family) else "CAUSAL_LM"
-
-
-def peft_config(layers: Sequence[AdaptedLayer], config: AdapterConfig, base: str | None, task: str) -> dict[str, Any]:
-    """Content of adapter_config.json, from which peft.PeftModel builds the same adapters: of `all_factors`.
-
-    Args:
-        base: folder or hub id of the base model; None: unknown.
-        task: peft's task type, from `task_type`.
-    """
-    if config.decomposes_base:
-        config = _of_twice_the_rank(config)
-    head = [SCORE.removesuffix(".weight")] if task == SEQUENCE_CLASSIFICATION else []
-    return {
-        "peft_type": "LORA",
-        "peft_version": PEFT_VERSION,
-        "task_type": task,
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        **{key: getattr(config, key) for key in _SAME_IN_PEFT},
-        "lora_alpha": int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha,
-        "target_modules": [module.name for layer in layers for module in layer.modules if not module.is_parameter],
-        "target_parameters": list(config.target_parameters) or None,
-        "rank_pattern": dict(config.rank_pattern or {}),
-        "alpha_pattern": dict(config.alpha_pattern or {}),
-        "fan_in_fan_out": any(layer.weight.transposed for layer in layers),
-        "modules_to_save": list(dict.fromkeys([*config.modules_to_save, *head])) or None,
-        "trainable_token_indices": as_in_peft(config),
-    }
-
-
-def _of_twice_the_rank(config: AdapterConfig) -> AdapterConfig:
-    """The adapter configuration of a doubled rank, whose factors are the trained and the initial ones, with the same
-    scales."""
-    more = math.sqrt(2) if config.use_rslora else 2
-    return replace(
-        config,
-        r=2 * config.r,
-        lora_alpha=more * config.lora_alpha,
-        rank_pattern={pattern: 2 * rank for pattern, rank in (config.rank_pattern or {}).items()},
-        alpha_pattern={pattern: more * alpha for pattern, alpha in (config.alpha_pattern or {}).items()},
-        init_lora_weights=True,
-    )
 
 
 def _renamed(mapping: WeightMapping, adapted: Container[str] = ()) -> WeightMapping:
@@ -436,7 +238,7 @@ def _renamed(mapping: WeightMapping, adapted: Container[str] = ()) -> WeightMapp
         owner, _, kind = run.name.rpartition(".")
         return replace(run, name=f"{PEFT_PREFIX}{owner}{'.base_layer' if owner in adapted else ''}.{kind}")
 
-    return _with_runs(mapping, renamed)
+    return with_runs(mapping, renamed)
 
 
 def _is_target(module: str, config: AdapterConfig) -> bool:
@@ -477,7 +279,7 @@ def _refuse_unmatched(config: AdapterConfig, candidates: Sequence[_Candidate]) -
     for entry in config.target_parameters:
         if not any(_is_named(name, (entry,)) for name in parameters):
             endings = sorted({".".join(name.split(".")[-3:]) for name in parameters})
-            raise no_match("megatron_wrap.adapter.target_parameters", entry, "weight of the model", endings)
+            raise _no_match("megatron_wrap.adapter.target_parameters", entry, "weight of the model", endings)
     unmatched: list[tuple[str, str]] = []
     for key in ("target_modules", "exclude_modules"):
         patterns = getattr(config, key)
@@ -497,3 +299,97 @@ def _refuse_unmatched(config: AdapterConfig, candidates: Sequence[_Candidate]) -
             f"its linear layers are {', '.join(endings)} (no adapters: output layer, embeddings and, in a mixture of "
             "experts, MLPs; target_parameters adapts experts)"
         )
+
+
+def trained_rows(table: Mapping[str, WeightMapping], config: AdapterConfig) -> dict[str, tuple[int, ...]]:
+    """Global name of each weight with rows that are trained -> their indices, in the order of peft's file.
+
+    Args:
+        table: the family's, global name of each parameter -> its Hugging Face tensors.
+
+    Raises:
+        ConfigError: a name is no embedding or output layer, an index is none or twice in a list, or the rows of tied
+            weights would differ.
+    """
+    wanted = config.trainable_token_indices
+    if not wanted:
+        return {}
+    modules = {name: _module(table[name]) for name in ROWS if name in table and SCORE not in table[name].shapes()}
+    if not isinstance(wanted, Mapping):
+        wanted = {modules[EMBEDDING]: wanted}
+    rows: dict[str, tuple[int, ...]] = {}
+    for entry, indices in wanted.items():
+        if HEAD not in table and entry == "lm_head":
+            if _by_entry(wanted, modules[EMBEDDING]) != list(indices):
+                raise ConfigError(
+                    f"{_ROWS_KEY}: the output layer's weights are tied to the embedding's in this model, so rows of "
+                    f"lm_head are those of {modules[EMBEDDING].rpartition('.')[2]}; list the embedding alone"
+                )
+            continue
+        matched = [name for name, module in modules.items() if module.endswith(entry)]
+        if len(matched) != 1:
+            endings = sorted(module.rpartition(".")[2] for module in modules.values())
+            raise _no_match(_ROWS_KEY, entry, "module with rows of tokens", endings)
+        rows[matched[0]] = _checked(entry, indices)
+    return rows
+
+
+def _no_match(key: str, entry: str, wanted: str, possible: Sequence[str]) -> ConfigError:
+    """The error about an entry of a key that matches nothing of the wanted kind."""
+    listed = ", ".join(possible)
+    return ConfigError(f"{key}: {entry} matches no {wanted}{did_you_mean(entry, possible)}; possible are {listed}")
+
+
+def refuse_unknown_tokens(rows: Mapping[str, tuple[int, ...]], vocab_size: int) -> None:
+    """Raise a ConfigError if one of `trained_rows` is not in the vocabulary, whose padding is not counted."""
+    for index in (index for indices in rows.values() for index in indices):
+        if index >= vocab_size:
+            raise ConfigError(f"{_ROWS_KEY}: {index} is no index of the model's {vocab_size} tokens; remove it")
+
+
+def rows_in_peft(config: AdapterConfig) -> list[int] | dict[str, list[int]] | None:
+    """The value of trainable_token_indices in adapter_config.json."""
+    wanted = config.trainable_token_indices
+    if isinstance(wanted, Mapping):
+        return {name: list(indices) for name, indices in wanted.items()}
+    return list(wanted) or None
+
+
+def tied_copies(table: Mapping[str, WeightMapping], saved: Mapping[str, WeightMapping]) -> dict[str, str]:
+    """Name of each tensor in peft's file that is a copy -> name of the original: the output layer's weights, if they
+    are those of an embedding in the `saved_parameters`."""
+    if HEAD in table or EMBEDDING not in saved:
+        return {}
+    (embedding,) = saved[EMBEDDING].shapes()
+    return {f"{PEFT_PREFIX}lm_head.weight": embedding}
+
+
+def row_factors(table: Mapping[str, WeightMapping], rows: Mapping[str, tuple[int, ...]]) -> dict[str, WeightMapping]:
+    """Global name of each parameter of `trained_rows` -> its tensor in peft's file."""
+    factors = {}
+    for name, indices in rows.items():
+        ((tensor, shape),) = table[name].shapes().items()
+        file_name = f"{PEFT_PREFIX}{tensor.rpartition('.')[0]}.token_adapter.trainable_tokens_delta"
+        factors[ROWS[name]] = replicated(file_name, len(indices), shape[1])
+    return factors
+
+
+def _module(mapping: WeightMapping) -> str:
+    (name,) = mapping.shapes()
+    return name.rpartition(".")[0]
+
+
+def _by_entry(wanted: Mapping[str, Any], module: str) -> list[int] | None:
+    return next((list(indices) for entry, indices in wanted.items() if module.endswith(entry)), None)
+
+
+def _checked(entry: str, indices: Any) -> tuple[int, ...]:
+    if not isinstance(indices, (list, tuple)) or not indices:
+        raise ConfigError(f"{_ROWS_KEY}: {entry} needs a list of indices of tokens, not {indices!r}")
+    for index in indices:
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise ConfigError(f"{_ROWS_KEY}: {index!r} is no index of a token of {entry}; remove it")
+    if len(set(indices)) < len(indices):
+        double = next(index for index in indices if indices.count(index) > 1)
+        raise ConfigError(f"{_ROWS_KEY}: {double} is listed twice; remove one")
+    return tuple(indices)
