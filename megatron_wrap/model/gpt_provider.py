@@ -17,14 +17,18 @@ from megatron_wrap.errors import ConfigError
 from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel, PredictionLayers
 from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.model.vocabulary_padding import mask_padded_vocabulary
-from megatron_wrap.nn.core_attention import TorchCoreAttention
+from megatron_wrap.nn.attention.self_attention import (
+    DecoderSelfAttention,
+    FusedSelfAttention,
+    LatentAttention,
+    LocalLatentAttention,
+)
+from megatron_wrap.nn.attention.torch_attention import TorchCoreAttention
 from megatron_wrap.nn.experts.dispatcher import graph_ends_before_exchange
 from megatron_wrap.nn.experts.router import Router
 from megatron_wrap.nn.kernels.available import has_triton
-from megatron_wrap.nn.latent_attention import LatentAttention, LocalLatentAttention
+from megatron_wrap.nn.layers.norm import NormBeforeAdd, norm_class
 from megatron_wrap.nn.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron_wrap.nn.norm import NormBeforeAdd, norm_class
-from megatron_wrap.nn.self_attention import DecoderSelfAttention, FusedSelfAttention
 from megatron_wrap.plan.context_exchange import can_use_attention_of_transformer_engine
 from megatron_wrap.platform.megatron_core import versions
 
@@ -117,7 +121,7 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     core_attention: Any = TorchCoreAttention
     deterministic = torch.are_deterministic_algorithms_enabled()
     if request.transformer_engine and can_use_attention_of_transformer_engine(request.config, deterministic):
-        from megatron_wrap.nn.packed_transformer_engine import PackedDotProductAttention as core_attention
+        from megatron_wrap.nn.attention.transformer_engine import PackedDotProductAttention as core_attention
     if changed := _changed_scores(arch):
         core_attention = ModuleSpec(module=TorchCoreAttention, params=changed)
     # an adapter needs the input of its linear layer, which a layer that includes the norm does not show
@@ -132,9 +136,9 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
             # hooks of a linear layer see its normalized input
             versions.use_linears(layer, *versions.linear_layers(transformer_engine=True))
         elif request.transformer_config.tp_comm_overlap:
-            from megatron_wrap.nn.linear_layers import hidden_communication as hidden
+            from megatron_wrap.nn.layers import overlapped_communication as overlapped
 
-            linears = hidden.GatheringColumnParallelLinear, hidden.ScatteringRowParallelLinear
+            linears = overlapped.GatheringColumnParallelLinear, overlapped.ScatteringRowParallelLinear
             versions.use_linears(layer, *linears, in_mlp=not with_experts)
     else:
         layer = versions.te_layer_spec(**arguments)
@@ -161,7 +165,7 @@ def _partly_captured_layer() -> type:
             "megatron_lm.model.arch.cuda_graph_impl: local needs Megatron-Core 0.19 for layers with experts, "
             f"and {versions.version()} is installed; write none"
         )
-    from megatron_wrap.nn.experts.captured_layer import PartlyCapturedLayer
+    from megatron_wrap.nn.experts.layer import PartlyCapturedLayer
 
     return PartlyCapturedLayer
 

@@ -23,8 +23,8 @@ def add_token_rows(chunk: Any, config: RunConfig, parallel: ParallelState, vocab
     Raises:
         ConfigError: as `trained_rows`, or an index is not in the vocabulary.
     """
+    from megatron_wrap.nn.adapters.embedding_rows import TokenRows
     from megatron_wrap.nn.adapters.lora import TRAINED
-    from megatron_wrap.nn.adapters.token_rows import TokenRows
 
     hf_format = export_format(config, vocab_size)
     wanted = trained_rows(hf_format.family.parameters(hf_format.arch), config.adapter)
