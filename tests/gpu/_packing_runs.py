@@ -44,7 +44,7 @@ def counted_kernels() -> Any:
         setattr(owner, name, counting)
         undo.append((owner, name, original))
 
-    from megatron_wrap.nn.attention.attend import varlen_kernel
+    from megatron_wrap.nn.attention.choice import varlen_kernel
 
     varlen_kernel.cache_clear()
     wrapped(importlib.import_module("torch.nn.attention.varlen"), "varlen_attn", lambda *_: "varlen_attn")

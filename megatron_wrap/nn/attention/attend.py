@@ -1,11 +1,10 @@
-"""Attention by torch's `scaled_dot_product_attention`: grouped queries, sliding windows, masks, context parallelism."""
+"""Attention by torch's `scaled_dot_product_attention`, with grouped queries, sliding windows, masks and context
+parallelism; and of packed rows by a kernel that takes the boundaries of the sequences."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -252,30 +251,6 @@ def attend_over_context(
             outputs.append(attend(piece, whole_key[:reach], whole_value[:reach]))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-@functools.cache
-def varlen_kernel() -> Callable[..., Tensor] | None:
-    """torch's flash attention for packed sequences with the arguments of `varlen_attn`; None if this torch lacks it."""
-    try:
-        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        return None
-    known = set(inspect.signature(kernel).parameters)
-    if not {"scale", "window_size"} <= known:
-        return None
-
-    def call(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **named: Any) -> Tensor:
-        if query.shape[1] != key.shape[1]:
-            if "enable_gqa" in known:
-                named["enable_gqa"] = True
-            else:  # older torch: the same kernel, but the copies cost memory
-                key, value = (
-                    tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value)
-                )
-        return kernel(query, key, value, *lengths, **named)
-
-    return call
 
 
 def attend_packed(

@@ -1,10 +1,9 @@
-"""Choice of torch's attention kernel on a GPU, by a measured rule.
+"""Choices of a call of torch's attention, by shape, dtype and device; the table in `__init__.py` lists all of them.
 
-Measured on one H200 with torch 2.11 (docs/performance.md): forward and backward of causal attention take 1.2 to 1.9
-times as long with flash attention 2 as with cuDNN, for 512 to 32,768 tokens and head sizes 64, 128 and 256. cuDNN
-builds a plan for each new shape, which takes 140 ms; flash attention needs none. So cuDNN is used for lengths that are
-multiples of 512, of which a run has few, and flash attention for the lengths of batches that are padded to their
-longest sequence. The rule depends only on the shape, so that a resumed run uses the same kernels.
+cuDNN or flash attention 2, measured on one H200 with torch 2.11 (docs/performance.md): cuDNN is faster, but builds a
+plan for each new shape; flash attention needs none. So cuDNN is used for lengths that are multiples of 512, of which a
+run has few, and flash attention for the lengths of batches that are padded to their longest sequence. The rule depends
+only on the shape, so that a resumed run uses the same kernels.
 
 Values may have smaller heads than queries and keys (latent attention: 128 and 192). torch's flash attention does not
 support this; its memory-efficient kernel does, but is several times slower. cuDNN supports 192 and 128. Where it cannot
@@ -15,6 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,8 @@ from megatron_wrap.nn.attention.flash import (
     PaddedValues,
     SequenceBySequence,
     StoredScores,
+    flash_attention_with_sinks,
+    has_flash_kernel,
 )
 from megatron_wrap.utils.dist_logger import logger
 
@@ -44,6 +48,91 @@ _CUDNN_LATENT_HEAD_SIZES = (192, 128)
 """Unequal head sizes (keys, values) whose backward pass cuDNN supports on Hopper and Blackwell; others have had
 errors."""
 _FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def context_exchange(
+    query: Tensor,
+    cp_size: int,
+    cp_comm_type: str | None,
+    window: tuple[int, int] | None,
+    dropout: float,
+    softcap: float | None,
+) -> str | None:
+    """What context-parallel ranks exchange for attention: heads ("a2a"), keys and values around a ring ("p2p"), or all
+    keys and values ("all_gather"), which every attention supports; None: a rank has whole sequences.
+
+    Args:
+        query: [s_local, b, heads, d].
+        cp_comm_type: exchange that the configuration has chosen (`plan/context_exchange.py`).
+    """
+    if cp_size == 1:
+        return None
+    if cp_comm_type != "p2p":
+        return "a2a" if cp_comm_type == "a2a" else "all_gather"
+    obstacle = ring_obstacle(query, window=window, dropout=dropout, softcap=softcap)
+    if obstacle is None:
+        return "p2p"
+    _log_gathering(obstacle)
+    return "all_gather"
+
+
+def ring_obstacle(
+    query: Tensor, *, window: tuple[int, int] | None, dropout: float, softcap: float | None
+) -> str | None:
+    """Why a layer gathers keys and values although `cp_comm_type` is p2p; None: the ring can compute its attention."""
+    if window is not None:
+        return "a sliding window, of which a rank needs few keys"
+    if softcap is not None:
+        return "capped scores, which no kernel with a logsumexp computes"
+    if dropout:
+        return "dropout of attention weights"
+    half_precision = query.dtype in (torch.float16, torch.bfloat16)
+    if query.is_cuda and half_precision and not has_flash_kernel(query, query):
+        return f"a head size of {query.shape[-1]}, which flash attention does not support on this GPU"
+    return None
+
+
+def packed_kernel(
+    query: Tensor, sinks: Tensor | None, *, causal: bool, dropout: float, softcap: float | None
+) -> Callable[..., Tensor] | None:
+    """The kernel that computes all sequences of a packed row at once, for `attend_packed`; None: there is none, and
+    attention is computed one sequence at a time.
+
+    Args:
+        query: [t_local, 1, heads, d].
+    """
+    kernel = varlen_kernel()
+    if kernel is None or not _has_half_precision_on_gpu(query) or dropout > 0.0 or not causal or softcap is not None:
+        return None
+    if sinks is None:
+        return kernel
+    if not has_flash_kernel(query, query):  # attend_packed pads the values' heads to the queries' size
+        return None
+    return functools.partial(flash_attention_with_sinks, sinks=sinks)
+
+
+@functools.cache
+def varlen_kernel() -> Callable[..., Tensor] | None:
+    """torch's flash attention for packed sequences with the arguments of `varlen_attn`; None if this torch lacks it."""
+    try:
+        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    known = set(inspect.signature(kernel).parameters)
+    if not {"scale", "window_size"} <= known:
+        return None
+
+    def call(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, **named: Any) -> Tensor:
+        if query.shape[1] != key.shape[1]:
+            if "enable_gqa" in known:
+                named["enable_gqa"] = True
+            else:  # older torch: the same kernel, but the copies cost memory
+                key, value = (
+                    tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value)
+                )
+        return kernel(query, key, value, *lengths, **named)
+
+    return call
 
 
 def prefers_cudnn(
@@ -144,6 +233,11 @@ def packed_kernel_with_logsumexp(
 
 def _has_half_precision_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def _log_gathering(obstacle: str) -> None:
+    logger.info_rank_0(f"cp_comm_type p2p: attention gathers keys and values where there is {obstacle}")
 
 
 @functools.cache

@@ -1,9 +1,15 @@
-"""Flash attentions of torch with the logsumexp of the scores, and attention that is differentiable through one.
+"""Flash attentions of torch with the logsumexp of the scores, and attention that is differentiable through one, with
+keys of other ranks and with sinks.
 
 A backward pass recomputes the weights as exp(score - logsumexp) and subtracts the sum over a row of output times
 gradient (FlashAttention-2, arXiv:2307.08691, algorithm 2). So with the output and logsumexp over more keys than a call
-has, it returns the gradients of this call's part. `attention_sinks.py` adds a score in this way, `nn/attention/ring.py`
-the keys of other ranks.
+has, it returns the gradients of this call's part; `ring.py` adds the keys of other ranks in this way.
+
+A sink of a head is a score without a value, which takes a part of every query's weights (arXiv:2309.17453; learned in
+gpt-oss, transformers/models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward). With outputs o and the logsumexp l
+without the sink s, the sum of exponentials is exp(l') with l' = logaddexp(l, s), so the output is o exp(l - l') = o
+sigmoid(l - s). With this output and l' the kernel returns the gradients of attention with the sink. The sink's gradient
+is minus the sum over queries of exp(s - l') times the sums over rows of output times gradient.
 """
 
 from __future__ import annotations
@@ -285,7 +291,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | N
     """Differentiable attention [..., s, heads, d] by a kernel.
 
     Args:
-        sinks: [heads], a further score of each query, without a value, as in `attention_sinks.py`; None: none.
+        sinks: [heads], a further score of each query, without a value, see `attention_with_sinks`; None: none.
     """
     output: Tensor = _Attention.apply(query, key, value, sinks, kernel)
     return output

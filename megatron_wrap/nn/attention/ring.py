@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_wrap.errors import LayoutError
 from megatron_wrap.nn.attention.choice import kernel_with_logsumexp, packed_kernel_with_logsumexp
-from megatron_wrap.nn.attention.flash import FlashKernel, add_, flash_attention, has_flash_kernel, merge_
+from megatron_wrap.nn.attention.flash import FlashKernel, add_, flash_attention, merge_
 from megatron_wrap.parallel.collectives import start_ring_transfer
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def attend_in_ring(
     sinks: Tensor | None = None,
     packed: PackedSequences | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks; see `ring_obstacle` for what is not supported.
+    """Attention of this rank's queries to the keys of all ranks; see `choice.ring_obstacle` for what is not supported.
 
     Args:
         query: [s_local, b, heads, d], this rank's two chunks of one sequence in each row; b = 1 for a packed row.
@@ -77,22 +77,6 @@ def attend_in_ring(
     ring = _Ring(group, causal, scale, _Rows(query.shape[0] // 2))
     query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     return flash_attention(query, key, value, sinks, ring).transpose(0, 1)
-
-
-def ring_obstacle(
-    query: Tensor, *, window: tuple[int, int] | None, dropout: float, softcap: float | None
-) -> str | None:
-    """Why a layer gathers keys and values although `cp_comm_type` is p2p; None: the ring can compute its attention."""
-    if window is not None:
-        return "a sliding window, of which a rank needs few keys"
-    if softcap is not None:
-        return "capped scores, which no kernel with a logsumexp computes"
-    if dropout:
-        return "dropout of attention weights"
-    half_precision = query.dtype in (torch.float16, torch.bfloat16)
-    if query.is_cuda and half_precision and not has_flash_kernel(query, query):
-        return f"a head size of {query.shape[-1]}, which flash attention does not support on this GPU"
-    return None
 
 
 class _Part(enum.Enum):

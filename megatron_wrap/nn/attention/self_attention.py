@@ -1,5 +1,7 @@
-"""Self-attention that differs from Megatron-Core's: queries, keys and values from one kernel, norms over all heads, and
-rotary angles by the kind of a layer. Import this module only after the platform is installed."""
+"""Self-attention that differs from Megatron-Core's: queries, keys and values from one kernel, norms over all heads,
+rotary angles by the kind of a layer; and multi-latent attention (DeepSeek V2, arXiv:2405.04434), corrected where
+Megatron-Core differs from the published models or between its versions. Import this module only after the platform is
+installed."""
 
 from __future__ import annotations
 

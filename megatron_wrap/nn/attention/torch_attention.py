@@ -21,12 +21,11 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.nn.attention.attend import attend, attend_over_context, attend_packed, varlen_kernel
-from megatron_wrap.nn.attention.flash import flash_attention_with_sinks, has_flash_kernel
-from megatron_wrap.nn.attention.ring import attend_in_ring, ring_obstacle
+from megatron_wrap.nn.attention.attend import attend, attend_over_context, attend_packed
+from megatron_wrap.nn.attention.choice import context_exchange, packed_kernel
+from megatron_wrap.nn.attention.ring import attend_in_ring
 from megatron_wrap.parallel.head_exchange import attention_inputs_by_heads, to_whole_heads
 from megatron_wrap.parallel.zigzag import packed_positions
-from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -52,11 +51,11 @@ class TorchCoreAttention(MegatronModule):
             counted in each sequence; None: unscaled.
         softcap: scores x become softcap * tanh(x / softcap); None: unlimited.
         cp_comm_type: "a2a": context-parallel ranks exchange heads, and each attends over whole sequences; "p2p": keys
-            and values pass around a ring, where `ring_obstacle` allows it; otherwise ranks gather them.
+            and values pass around a ring, where `choice.ring_obstacle` allows it; otherwise ranks gather them.
         pg_collection: contains the context-parallel group `cp`; default: Megatron-Core's global one.
 
     With `softmax_type` learnable the module has a parameter `softmax_offset` [heads of this rank], the sinks of
-    `kernels/attention/attention_sinks.py`. Its name and dtype are those in Megatron-Core's class.
+    `flash.py`. Its name and dtype are those in Megatron-Core's class.
     """
 
     def __init__(
@@ -174,13 +173,14 @@ class TorchCoreAttention(MegatronModule):
             )
         if self.query_scaling is not None:
             query = query * self._query_scale(query, key, packed_seq_params, cp_size).to(query.dtype)
+        exchange = context_exchange(query, cp_size, self.exchange, self.window, self.dropout, self.softcap)
         with self._random_state():
-            if cp_size > 1 and self.exchange == "a2a":
+            if exchange == "a2a":
                 lengths = (query.shape[0] * cp_size,) if packed_seq_params is None else packed_seq_params.lengths
                 inputs = attention_inputs_by_heads(query, key, value, lengths, self.cp_group)
                 whole = self._over_sequences(*inputs, packed_seq_params, causal, 1, mask)
                 output = to_whole_heads(whole, lengths, self.cp_group)
-            elif cp_size > 1 and self.exchange == "p2p" and self._fits_ring(query):
+            elif exchange == "p2p":
                 ring, sinks, packed = self.cp_group, self._sinks(query), packed_seq_params
                 output = attend_in_ring(
                     query, key, value, ring, causal=causal, scale=self.scale, sinks=sinks, packed=packed
@@ -223,12 +223,6 @@ class TorchCoreAttention(MegatronModule):
             return self.softmax_offset
         assert self.cp_group is not None
         return self.softmax_offset.split(heads)[self.cp_group.rank()]
-
-    def _fits_ring(self, query: Tensor) -> bool:
-        obstacle = ring_obstacle(query, window=self.window, dropout=self.dropout, softcap=self.softcap)
-        if obstacle is not None:
-            _log_gathering(obstacle)
-        return obstacle is None
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return tensor_parallel.gather_from_sequence_parallel_region(
@@ -289,23 +283,12 @@ class TorchCoreAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, causal: bool, cp_size: int
     ) -> Tensor:
         """Attention within each sequence of a packed row; arguments and result as in `attend` with b = 1."""
-        kernel, sinks = varlen_kernel(), self._sinks(query)
-        half_precision = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-        has_dropout = self.dropout > 0.0 and self.training
-        if kernel is None or not half_precision or has_dropout or not causal or self.softcap is not None:
-            # one sequence at a time; the lengths are known on the host
+        dropout = self.dropout if self.training else 0.0
+        kernel = packed_kernel(query, self._sinks(query), causal=causal, dropout=dropout, softcap=self.softcap)
+        if kernel is None:  # one sequence at a time; the lengths are known on the host
             return self._over_context(query, key, value, packed.lengths, causal, cp_size)
-        if sinks is not None:
-            if not has_flash_kernel(query, query):  # attend_packed pads the values' heads to the queries' size
-                return self._over_context(query, key, value, packed.lengths, causal, cp_size)
-            kernel = functools.partial(flash_attention_with_sinks, sinks=sinks)
         gather = self._gather if cp_size > 1 else None
         return attend_packed(query, key, value, packed, self.scale, self.window, gather, kernel)
-
-
-@functools.cache
-def _log_gathering(obstacle: str) -> None:
-    logger.info_rank_0(f"cp_comm_type p2p: attention gathers keys and values where there is {obstacle}")
 
 
 def _softmax_offset(config: TransformerConfig) -> torch.nn.Parameter | None:

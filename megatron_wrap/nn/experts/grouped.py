@@ -1,5 +1,5 @@
-"""The experts of one process as two stacks of linear layers, each computed in one grouped matmul; and low-rank adapters,
-one for each expert, computed in two, with the formula of peft's ParamWrapper.
+"""The experts of one process as two stacks of linear layers, each computed in one grouped matmul; and a low-rank
+adapter for each expert, computed in two, with the formula of peft's ParamWrapper.
 
 With tensor-parallel experts one factor of each expert's adapter is whole and the other is sharded as in
 `nn/adapters/lora.py`: A of the first layer and B of the second are whole. An adapter's output is in the parallel state

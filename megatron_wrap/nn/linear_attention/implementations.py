@@ -1,6 +1,6 @@
-"""The rule and the norm by the kernels of the package flash-linear-attention, where it is installed and the tensors are
-on a GPU, else in torch; the convolution by a kernel of `nn.kernels`, else in torch. Where that package cannot train,
-training uses the rule in torch."""
+"""Implementations of linear attention: the rule and the norm by the kernels of the package flash-linear-attention,
+where it is installed and the tensors are on a GPU, else in torch; the convolution by a kernel of `nn.kernels`, else in
+torch. Where that package cannot train, training uses the rule in torch."""
 
 from __future__ import annotations
 
