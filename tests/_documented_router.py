@@ -24,11 +24,7 @@ def documented_kernels() -> Iterator[list[Any]]:
         calls.append(selection)
         return _route(logits, selection, *arguments, **named)
 
-    package = "megatron_wrap.nn.kernels.router"
-    modules = {
-        f"{package}.routing": SimpleNamespace(route=route),
-        f"{package}.balance": SimpleNamespace(balance=_balance),
-    }
+    modules = {"megatron_wrap.nn.kernels.router": SimpleNamespace(route=route, balance=_balance)}
     with patch.dict(sys.modules, modules), patch.object(router, "can_route", lambda *_: True):
         yield calls
 
@@ -43,7 +39,7 @@ def _route(
     balances: bool,
     counts: bool,
 ) -> SimpleNamespace:
-    """`nn/kernels/router/routing.py`."""
+    """`nn/kernels/router.py`."""
     from megatron.core.transformer.moe.moe_utils import (
         compute_routing_scores_for_aux_loss,
         topk_routing_with_score_function,
@@ -75,7 +71,7 @@ def _route(
 def _balance(
     score_sums: Tensor, counts: Tensor, load: Tensor, topk: int, scale: float, coefficient: float, total: Tensor
 ) -> Tensor:
-    """`nn/kernels/router/balance.py`."""
+    """`nn/kernels/router.py`."""
     from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 
     values, experts = score_sums.clone().requires_grad_(), score_sums.shape[1]

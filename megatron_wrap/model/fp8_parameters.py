@@ -1,5 +1,5 @@
 """Parameters that Transformer Engine keeps in FP8 (`fp8_param_gather`), and frozen ones that are kept quantized
-(`nn/linear_layers/quantized_weights.py`): reading and writing their values."""
+(`nn/layers/quantized_weights.py`): reading and writing their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_wrap.nn.linear_layers.quantized_weights import quantized_of
+from megatron_wrap.nn.layers.quantized_weights import quantized_of
 
 
 def is_quantized(tensor: Any) -> bool:

@@ -25,10 +25,10 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
 from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
+from megatron_wrap.nn.attention.packed_sequences import PackedSequences, rotary_by_position
+from megatron_wrap.nn.attention.self_attention import LongRotaryEmbedding, RotaryByWindow
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
 from megatron_wrap.nn.multi_token_prediction import PredictionBlock, TiedEmbedding, mark_copied_embedding
-from megatron_wrap.nn.packed_sequences import PackedSequences, rotary_by_position
-from megatron_wrap.nn.rotary import LongRotaryEmbedding, RotaryByWindow
 from megatron_wrap.ops.deferred_logits import OutputProjection, add_weight_gradient, deferred_logits, is_deferred
 
 

@@ -12,19 +12,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel, PredictionLayers
 from megatron_wrap.model.request import ModelRequest
 from megatron_wrap.model.vocabulary_padding import mask_padded_vocabulary
-from megatron_wrap.nn.core_attention import TorchCoreAttention
+from megatron_wrap.nn.attention import choose_core_attention, choose_self_attention
 from megatron_wrap.nn.experts.dispatcher import graph_ends_before_exchange
 from megatron_wrap.nn.experts.router import Router
-from megatron_wrap.nn.kernels.available import has_triton
-from megatron_wrap.nn.latent_attention import LatentAttention, LocalLatentAttention
+from megatron_wrap.nn.layers.norm import NormBeforeAdd, norm_class
 from megatron_wrap.nn.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron_wrap.nn.norm import NormBeforeAdd, norm_class
-from megatron_wrap.nn.self_attention import DecoderSelfAttention, FusedSelfAttention
 from megatron_wrap.plan.context_exchange import can_use_attention_of_transformer_engine
 from megatron_wrap.platform.megatron_core import versions
 
@@ -114,12 +110,11 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
     if with_experts:
         arguments["num_experts"] = arch.num_experts
         arguments["moe_grouped_gemm"] = request.transformer_config.moe_grouped_gemm
-    core_attention: Any = TorchCoreAttention
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if request.transformer_engine and can_use_attention_of_transformer_engine(request.config, deterministic):
-        from megatron_wrap.nn.packed_transformer_engine import PackedDotProductAttention as core_attention
-    if changed := _changed_scores(arch):
-        core_attention = ModuleSpec(module=TorchCoreAttention, params=changed)
+    by_transformer_engine = request.transformer_engine and can_use_attention_of_transformer_engine(
+        request.config, deterministic
+    )
+    core_attention = choose_core_attention(arch, by_transformer_engine)
     # an adapter needs the input of its linear layer, which a layer that includes the norm does not show
     separate_norms = not request.transformer_engine or request.config.adapter.adapter_type != "none"
     separate_norms = separate_norms or arch.norm_placement == "after"  # linear layers without a norm
@@ -132,14 +127,17 @@ def _layer_spec(request: ModelRequest, with_experts: bool) -> Any:
             # hooks of a linear layer see its normalized input
             versions.use_linears(layer, *versions.linear_layers(transformer_engine=True))
         elif request.transformer_config.tp_comm_overlap:
-            from megatron_wrap.nn.linear_layers import hidden_communication as hidden
+            from megatron_wrap.nn.layers import overlapped_communication as overlapped
 
-            linears = hidden.GatheringColumnParallelLinear, hidden.ScatteringRowParallelLinear
+            linears = overlapped.GatheringColumnParallelLinear, overlapped.ScatteringRowParallelLinear
             versions.use_linears(layer, *linears, in_mlp=not with_experts)
     else:
         layer = versions.te_layer_spec(**arguments)
         layer.submodules.self_attention.submodules.core_attention = core_attention
-    _choose_attention(layer, request, separate_norms)
+    if chosen := choose_self_attention(arch, separate_norms, request.transformer_config.apply_rope_fusion):
+        attention = layer.submodules.self_attention
+        attention.module, further = chosen
+        attention.params.update(further)
     _place_norms(layer, request)
     if with_experts:
         router = partial(Router, group_score_experts=arch.moe_router_group_score_experts)
@@ -161,7 +159,7 @@ def _partly_captured_layer() -> type:
             "megatron_lm.model.arch.cuda_graph_impl: local needs Megatron-Core 0.19 for layers with experts, "
             f"and {versions.version()} is installed; write none"
         )
-    from megatron_wrap.nn.experts.captured_layer import PartlyCapturedLayer
+    from megatron_wrap.nn.experts.layer import PartlyCapturedLayer
 
     return PartlyCapturedLayer
 
@@ -170,32 +168,6 @@ def _use_linear_attention(layer: Any, norm: Any, transformer_engine: bool) -> No
     """Build the attention of a layer spec as `GatedDeltaNet`, after a norm that is a module of its own."""
     linear_layers = GatedDeltaNetSubmodules(*versions.linear_layers(transformer_engine))
     versions.use_attention(layer, ModuleSpec(module=GatedDeltaNet, submodules=linear_layers), norm)
-
-
-def _changed_scores(arch: ArchConfig) -> dict[str, Any]:
-    """Arguments of `TorchCoreAttention` for scores that Transformer Engine's attention does not compute."""
-    changed: dict[str, Any] = {}
-    if arch.query_scaling_beta is not None:
-        changed["query_scaling"] = arch.query_scaling_beta, arch.original_max_position_embeddings
-    if arch.attn_logit_softcapping is not None:
-        changed["softcap"] = arch.attn_logit_softcapping
-    return changed
-
-
-def _choose_attention(layer: Any, request: ModelRequest, separate_norms: bool) -> None:
-    """Set the class of attention in the spec of a layer, and its arguments."""
-    arch, attention = request.config.arch, layer.submodules.self_attention
-    per_layer_norms = arch.qk_layernorm and arch.qk_layernorm_type == "per_layer"
-    by_window = arch.window_rotary_base is not None
-    in_one_kernel = not arch.attention_output_gate and (arch.normalization == "RMSNorm" or not arch.qk_layernorm)
-    if arch.multi_latent_attention:
-        attention.module = LocalLatentAttention if separate_norms else LatentAttention
-        attention.params["latent_norm_epsilon"] = arch.latent_norm_epsilon
-    elif per_layer_norms or by_window:
-        attention.module = DecoderSelfAttention
-        attention.params.update(per_layer_norms=per_layer_norms, by_window=by_window)
-    elif request.transformer_config.apply_rope_fusion and has_triton() and in_one_kernel:
-        attention.module = FusedSelfAttention
 
 
 def _place_norms(layer: Any, request: ModelRequest) -> None:

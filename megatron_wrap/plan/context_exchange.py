@@ -121,7 +121,7 @@ def _only_by_heads(config: RunConfig) -> bool:
 
 
 def _torch_has_ring(config: RunConfig) -> bool:
-    """Whether all layers of torch's attention can use the ring (`nn/ring_attention.py`), on a GPU by kernels that store
+    """Whether all layers of torch's attention can use the ring (`nn/attention/ring.py`), on a GPU by kernels that store
     no scores: those in half precision."""
     arch = config.arch
     is_exact = arch.attention_dropout == 0.0 and arch.attn_logit_softcapping is None and arch.window_size is None

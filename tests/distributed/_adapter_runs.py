@@ -325,7 +325,7 @@ def train_quantized(folder: str, overrides: tuple[str, ...], outputs: str) -> An
 
     from megatron_wrap.core import MegatronWrap
     from megatron_wrap.model.fp8_parameters import in_high_precision
-    from megatron_wrap.nn.linear_layers.quantized_weights import quantized_of
+    from megatron_wrap.nn.layers.quantized_weights import quantized_of
 
     results: dict[bool, Any] = {}
     kept: dict[str, Any] = {}

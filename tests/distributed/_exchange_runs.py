@@ -69,8 +69,8 @@ def ring_and_softmax(
         lengths: of the sequences in a packed row; one: unpacked, in each of `rows`.
         short_lived: what arrives is overwritten as with `PeerMemory`, also by another layer between both passes.
     """
-    from megatron_wrap.nn.packed_sequences import PackedSequences
-    from megatron_wrap.nn.ring_attention import attend_in_ring
+    from megatron_wrap.nn.attention.packed_sequences import PackedSequences
+    from megatron_wrap.nn.attention.ring import attend_in_ring
     from megatron_wrap.parallel import collectives
 
     group, scale = dist.group.WORLD, 0.4
@@ -131,7 +131,7 @@ def train(overrides: tuple[str, ...], steps: int) -> dict[str, Any]:
         the losses, the loss of an evaluation, generated tokens; cp_comm_type, what set it, and what each layer
         exchanges.
     """
-    from megatron_wrap.nn.core_attention import TorchCoreAttention
+    from megatron_wrap.nn.attention.torch_attention import TorchCoreAttention
 
     with started(CONFIG, overrides) as wrap:
         size = wrap.global_batch_size

@@ -112,7 +112,7 @@ class Weights(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(values))
 
     def forward(self, rows: torch.Tensor, accumulate: bool, late: bool, unused: bool) -> torch.Tensor:
-        from megatron_wrap.nn.experts.products import grouped_linear
+        from megatron_wrap.nn.experts.matmuls import grouped_linear
 
         ends = torch.tensor([0, 6], dtype=torch.int32)
         used = [("fused", accumulate), ("other", accumulate), ("fused", accumulate), ("returned", False)]

@@ -32,7 +32,7 @@ def split_rotary(
 def split_normalized_rotary(
     mixed: Tensor, norms: Any, angles: Tensor, queries: int, interleaved: bool = False, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result of `megatron_wrap.nn.kernels.attention.normalized_rotary`, by torch's norm and Megatron-Core's unfused
+    """The result of `megatron_wrap.nn.kernels.rotary_projections`, by torch's norm and Megatron-Core's unfused
     rotation."""
     width = norms.query.shape[0]
     query, key, value = mixed.unflatten(-1, (queries + 2, width)).split((queries, 1, 1), dim=-2)
@@ -47,7 +47,7 @@ def split_normalized_rotary(
 def latent_rotary(
     query: Tensor, mixed: Tensor, shared: Tensor, angles: Tensor, value_width: int, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result of `megatron_wrap.nn.kernels.attention.latent_rotary`, by Megatron-Core's unfused rotation."""
+    """The result of `megatron_wrap.nn.kernels.rotary_projections`, by Megatron-Core's unfused rotation."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     def rotated(tensor: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ def train_with_latent_attention(
     overrides: Sequence[str], samples: Sequence[Any], fused: bool
 ) -> tuple[list[tuple[float, float]], list[list[int]], int]:
     """As `train_and_generate`, with the number of calls of the kernel."""
-    from megatron_wrap.nn import latent_attention
+    from megatron_wrap.nn.attention import self_attention
 
     kernel = mock.Mock(side_effect=latent_rotary)
     chosen = kernel if fused else None
-    substitute = mock.patch.object(latent_attention, "latent_rotary_kernel", return_value=chosen)
+    substitute = mock.patch.object(self_attention, "latent_rotary_kernel", return_value=chosen)
     with started(runs.CONFIG, [*overrides]) as wrap, substitute:
         steps = [wrap.train(samples) for _ in range(2)]
         completions = wrap.generate([[5, 6, 7], [8, 9]], max_new_tokens=4)
@@ -96,12 +96,12 @@ def train_and_generate(
     overrides: Sequence[str], samples: Sequence[Any], fused: bool
 ) -> tuple[list[tuple[float, float]], list[list[int]], int]:
     """(loss, gradient norm) of two steps, then completions, and the number of layers that were fused."""
-    from megatron_wrap.nn import self_attention
+    from megatron_wrap.nn.attention import self_attention
 
     changed, folder = 0, "megatron_wrap.nn.kernels"
     substitutes = {  # they need Triton
         f"{folder}.rotary": types.SimpleNamespace(split_rotary=split_rotary),
-        f"{folder}.attention.normalized_rotary": types.SimpleNamespace(
+        f"{folder}.rotary_projections": types.SimpleNamespace(
             split_normalized_rotary=split_normalized_rotary, HeadNorms=types.SimpleNamespace
         ),
     }

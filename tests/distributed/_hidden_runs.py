@@ -34,7 +34,7 @@ def compare_layers(platform: str, dtype: str, accumulates: bool = False, outputs
     here.install()
     try:
         from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
-        from megatron_wrap.nn.linear_layers.hidden_communication import (
+        from megatron_wrap.nn.layers.overlapped_communication import (
             GatheringColumnParallelLinear,
             ScatteringRowParallelLinear,
         )
@@ -61,7 +61,7 @@ def train(implementation: str, overlap: bool, steps: int, platform: str = "cuda"
     import torch.distributed as dist
     from _started import started
 
-    from megatron_wrap.nn.linear_layers.hidden_communication import GatheringColumnParallelLinear
+    from megatron_wrap.nn.layers.overlapped_communication import GatheringColumnParallelLinear
 
     parallel = "megatron_lm.model.parallel"
     overrides = (

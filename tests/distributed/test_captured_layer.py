@@ -17,8 +17,7 @@ def steps(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
     exchange leaves nothing but its tensors, as the replay of a CUDA graph does."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_wrap.nn.experts.captured_layer import PartlyCapturedLayer
-    from megatron_wrap.nn.experts.layer import GroupedMoELayer
+    from megatron_wrap.nn.experts.layer import GroupedMoELayer, PartlyCapturedLayer
 
     results: dict[str, Any] = {}
     for kind in ("whole", "parts"):

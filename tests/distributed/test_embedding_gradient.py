@@ -17,7 +17,7 @@ from torch import Tensor
 def steps(overrides: Sequence[str], samples: Sequence[Any]) -> dict[str, Any]:
     """Gradients of a step and metrics of two more, with Megatron-Core's lookup and with the one that adds to the
     buffer, by torch instead of its kernel; and how often that one has added."""
-    from megatron_wrap.nn.kernels.embedding.lookup import lookup
+    from megatron_wrap.nn.kernels.weight_gradients import lookup
     from megatron_wrap.platform.megatron_core.kernels import LayerKernels, use
     from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
 

@@ -44,11 +44,11 @@ def counted_kernels() -> Any:
         setattr(owner, name, counting)
         undo.append((owner, name, original))
 
-    from megatron_wrap.nn.packed_attention import varlen_kernel
+    from megatron_wrap.nn.attention.choice import varlen_kernel
 
     varlen_kernel.cache_clear()
     wrapped(importlib.import_module("torch.nn.attention.varlen"), "varlen_attn", lambda *_: "varlen_attn")
-    ring = importlib.import_module("megatron_wrap.nn.ring_attention")
+    ring = importlib.import_module("megatron_wrap.nn.attention.ring")
     wrapped(ring, "packed_kernel_with_logsumexp", lambda *_: "ring")
     try:
         folder = "transformer_engine.pytorch.attention.dot_product_attention"

@@ -135,7 +135,7 @@ class Layers:
 
     def run(self) -> None:
         """Forward and backward pass."""
-        from megatron_wrap.nn.ring_attention import attend_in_ring
+        from megatron_wrap.nn.attention.ring import attend_in_ring
 
         hidden = self.inputs[0]
         for layer in range(LAYERS):

@@ -6,17 +6,15 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from megatron_wrap.nn.experts.gating import can_gate, gate
+from megatron_wrap.nn.experts.matmuls import grouped_linear
 from megatron_wrap.nn.experts.permutation import row_order, rows_of_tokens, sums_of_rows
-from megatron_wrap.nn.experts.products import grouped_linear
-from megatron_wrap.nn.kernels import expert_weight_gradients
+from megatron_wrap.nn.experts.router import can_gate, gate
+from megatron_wrap.nn.kernels import expert_matmuls
+from megatron_wrap.nn.kernels.available import Selection
+from megatron_wrap.nn.kernels.expert_matmuls import add_weight_gradients
 from megatron_wrap.nn.kernels.expert_rows import spread_rows, sum_rows
-from megatron_wrap.nn.kernels.expert_weight_gradients import add_weight_gradients
-from megatron_wrap.nn.kernels.router.balance import balance
-from megatron_wrap.nn.kernels.router.routing import route
-from megatron_wrap.nn.kernels.router.selection import Selection
-from megatron_wrap.nn.kernels.router.split import split
-from megatron_wrap.nn.kernels.weighted_swiglu import weighted_swiglu
+from megatron_wrap.nn.kernels.router import balance, route, split
+from megatron_wrap.nn.kernels.swiglu import weighted_swiglu
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -191,7 +189,7 @@ def test_three_halves_add_up_to_fp32(columns):
 @pytest.mark.parametrize(("outputs", "inputs"), [(1536, 2048), (2048, 768), (104, 72), (101, 71)])
 def test_weight_gradients_are_added_without_rounding(monkeypatch, loads_tiles, counts, outputs, inputs):
     if not loads_tiles:
-        monkeypatch.setattr(expert_weight_gradients, "can_load_tiles", lambda matrix: False)
+        monkeypatch.setattr(expert_matmuls, "can_load_tiles", lambda matrix: False)
     ends = torch.tensor(counts, device="cuda").cumsum(0).int()
     grad = torch.randn(sum(counts), outputs, device="cuda", dtype=torch.bfloat16)
     rows = torch.randn(sum(counts), inputs, device="cuda", dtype=torch.bfloat16)

@@ -10,14 +10,13 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 from megatron_wrap.engine.state.kernel_adam import KernelAdam
-from megatron_wrap.nn.attention import attend
-from megatron_wrap.nn.kernels.attention.flash_attention import StoredScores, add_, merge_
-from megatron_wrap.nn.kernels.attention.latent_rotary import latent_rotary
-from megatron_wrap.nn.kernels.attention.normalized_rotary import HeadNorms, split_normalized_rotary
-from megatron_wrap.nn.kernels.embedding.row_gradients import add_row_gradients
+from megatron_wrap.nn.attention.attend import attend
+from megatron_wrap.nn.attention.flash import StoredScores, add_, merge_
+from megatron_wrap.nn.kernels.embedding_rows import add_row_gradients
+from megatron_wrap.nn.kernels.optimizer import square_sum
 from megatron_wrap.nn.kernels.rms_norm import rms_norm
 from megatron_wrap.nn.kernels.rotary import apply_rotary, split_rotary
-from megatron_wrap.nn.kernels.square_sums import square_sum
+from megatron_wrap.nn.kernels.rotary_projections import HeadNorms, latent_rotary, split_normalized_rotary
 from megatron_wrap.nn.kernels.swiglu import swiglu
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients, can_accumulate_weight_gradients
 from megatron_wrap.platform.megatron_core.adam import GroupStepAdam

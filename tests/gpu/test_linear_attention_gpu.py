@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 from types import SimpleNamespace
 
-from megatron_wrap.nn.linear_attention import kernels
+from megatron_wrap.nn.linear_attention import implementations
 
 by_package = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="no flash-linear-attention")
 LENGTHS = {"one": (1000,), "packed": (513, 1, 64, 422)}
@@ -44,7 +44,9 @@ def inputs_of_the_rule(lengths):
 def rule(lengths, trains):
     def output(query, key, value, log_decay, strength):
         # decays stay fp32, as in the layer
-        return kernels.recur(query, key, value, log_decay.float(), strength, packed(lengths), None, False, trains)[0]
+        return implementations.recur(
+            query, key, value, log_decay.float(), strength, packed(lengths), None, False, trains
+        )[0]
 
     return output
 
@@ -77,7 +79,7 @@ def test_the_convolution(name, dtype, bound):
     weight, results = torch.randn(3 * sum(widths[:3]), 4).to(dtype), []
     for device, chosen in (("cuda", dtype), ("cpu", torch.float64)):
         inputs = [tensor.to(device, chosen).requires_grad_() for tensor in (rows, weight)]
-        parts = kernels.convolved_heads(*inputs, widths, packed(lengths))
+        parts = implementations.convolved_heads(*inputs, widths, packed(lengths))
         factors = [torch.linspace(-1, 1, part.numel()).view(part.shape).to(dtype).to(device, chosen) for part in parts]
         total = sum((part * factor).float().sum() for part, factor in zip(parts, factors, strict=True))
         results.append([*parts, *torch.autograd.grad(total, inputs)])
@@ -90,4 +92,4 @@ def test_the_gated_norm():
     torch.manual_seed(2)
     x, gate = (torch.randn(2, 500, 8, 128, device="cuda") for _ in range(2))
     weight = torch.rand(128, device="cuda")
-    agrees(lambda *tensors: kernels.gated_rms_norm(*tensors, 1e-6), [x, gate, weight], 2e-2)
+    agrees(lambda *tensors: implementations.gated_rms_norm(*tensors, 1e-6), [x, gate, weight], 2e-2)

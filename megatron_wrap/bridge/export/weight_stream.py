@@ -20,7 +20,7 @@ from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.fp8_parameters import in_high_precision
 from megatron_wrap.model.initial_weights import global_names, is_expert
-from megatron_wrap.nn.linear_layers.quantized_weights import quantized_of
+from megatron_wrap.nn.layers.quantized_weights import quantized_of
 from megatron_wrap.parallel.collectives import broadcast, gather_objects, receive, send
 from megatron_wrap.parallel.state import ParallelState
 
@@ -184,9 +184,9 @@ class WeightStream:
 def _merges(model: torch.nn.Module, arch: ArchConfig) -> dict[str, Callable[[Tensor], Tensor]]:
     """Global name of each weight with an adapter -> the function that merges the adapter into the weight's fp32
     values."""
+    from megatron_wrap.nn.adapters.embedding_rows import token_rows_of
     from megatron_wrap.nn.adapters.lora import adapters_by_weight
-    from megatron_wrap.nn.adapters.token_rows import token_rows_of
-    from megatron_wrap.nn.experts.lora import ExpertAdapter
+    from megatron_wrap.nn.experts.grouped import ExpertAdapter
 
     adapters, rows = adapters_by_weight(model), {id(rows.base_weight()): rows for rows in token_rows_of([model])}
     folded: dict[str, Callable[[Tensor], Tensor]] = {}

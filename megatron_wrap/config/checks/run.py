@@ -66,7 +66,7 @@ def _check_graphs(config: RunConfig) -> None:
 
 def _check_graphs_of_experts(config: RunConfig, keys: list[str]) -> None:
     """Check the graphs of layers with experts. A graph of such a layer ends before the exchange of its tokens
-    (nn/experts/captured_layer.py); for other layers the host would wait during the capture."""
+    (nn/experts/layer.py); for other layers the host would wait during the capture."""
     arch, parallel = config.arch, config.parallel
     exchanges = parallel.expert_model_parallel_size > 1 or derived.expert_tensor_parallel_size(parallel) > 1
     if arch.num_experts is None or not exchanges:

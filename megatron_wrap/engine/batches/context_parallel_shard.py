@@ -111,7 +111,7 @@ def shard(micro_batch: MicroBatch, width: int, cp: Axis, with_padding_mask: bool
         rows, columns, lengths = _tokens(micro_batch, width)
         model_inputs[PADDING_MASK] = (columns >= lengths[rows])[:, positions]
     if micro_batch.segments:
-        from megatron_wrap.nn.packed_sequences import PackedSequences
+        from megatron_wrap.nn.attention.packed_sequences import PackedSequences
 
         model_inputs[PACKED] = PackedSequences.of(segments, cp.size, cp.rank)
         with_rest = [*micro_batch.segments, width - sum(micro_batch.segments)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_wrap.engine.generation.decoding import ConstantShapeDecoding
 from megatron_wrap.engine.generation.kv_cache import KeyValueCache
 from megatron_wrap.engine.state.state import TrainingState
-from megatron_wrap.nn.linear_attention.recurrent_state import RecurrentState
+from megatron_wrap.nn.linear_attention.gated_delta_rule import RecurrentState
 from megatron_wrap.parallel.collectives import broadcast_on, gather_tensors, receive, send
 from megatron_wrap.platform.megatron_core.generation import (
     left_padded,
@@ -118,14 +118,14 @@ class CachedModel(contextlib.ExitStack):
         return whole[:, -1, : state.shape.vocab_size].float()
 
     def _left_padded(self) -> contextlib.AbstractContextManager[None]:
-        from megatron_wrap.nn.core_attention import TorchCoreAttention
+        from megatron_wrap.nn.attention.torch_attention import TorchCoreAttention
 
         if not self._is_padded:
             return contextlib.nullcontext()
         return left_padded(self._state.chunks, self._padding, self._length, TorchCoreAttention.masked)
 
     def _decode_with_constant_shapes(self) -> None:
-        from megatron_wrap.nn.core_attention import TorchCoreAttention
+        from megatron_wrap.nn.attention.torch_attention import TorchCoreAttention
 
         start = self._context.sequence_len_offset
         if self._max_length - start < MIN_RECORDED_PASSES or not _constant_shapes(self._state):

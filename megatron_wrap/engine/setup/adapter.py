@@ -154,7 +154,7 @@ def quantize_base(chunk: torch.nn.Module, config: RunConfig) -> None:
     """Keep the weights of the decoder's linear layers quantized (`adapter.base_weights`), in a bare model chunk that
     was built within `weights_without_memory`; their values must be written afterwards. Experts with grouped matmuls,
     embeddings and the output layer are unchanged."""
-    from megatron_wrap.nn.linear_layers.quantized_weights import allocate, keep_quantized
+    from megatron_wrap.nn.layers.quantized_weights import allocate, keep_quantized
 
     kind = config.adapter.base_weights
     assert kind != "bf16"
@@ -190,8 +190,7 @@ def _stacks_of_experts(chunk: Any) -> Iterator[tuple[torch.nn.Module, str, torch
 
 
 def _expert_adapter(base: Any, layer: AdaptedLayer, parallel: ParallelState) -> torch.nn.Module:
-    from megatron_wrap.nn.experts.grouped import GroupedLinear
-    from megatron_wrap.nn.experts.lora import ExpertAdapter
+    from megatron_wrap.nn.experts.grouped import ExpertAdapter, GroupedLinear
 
     if not isinstance(base, GroupedLinear):
         raise ConfigError(

@@ -317,7 +317,7 @@ def _built(config: RunConfig, provider: Callable[[ModelRequest], torch.nn.Module
     later."""
     if config.adapter.base_weights == "bf16":
         return provider(request)
-    from megatron_wrap.nn.linear_layers.quantized_weights import weights_without_memory
+    from megatron_wrap.nn.layers.quantized_weights import weights_without_memory
 
     with weights_without_memory():
         chunk = provider(request)

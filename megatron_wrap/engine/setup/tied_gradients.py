@@ -35,7 +35,7 @@ def _copied(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
     """Parameters that the first and the last stage both have: trained rows of tied embeddings, and embeddings that
     layers for multi-token prediction use."""
     from megatron_wrap.model.gpt_model import BatchFirstGPTModel
-    from megatron_wrap.nn.adapters.token_rows import ROWS, token_rows_of
+    from megatron_wrap.nn.adapters.embedding_rows import ROWS, token_rows_of
 
     models = [*map(bare_model, chunks)]
     yield from (rows.get_parameter(ROWS) for rows in token_rows_of(models) if rows.tied_over_stages)

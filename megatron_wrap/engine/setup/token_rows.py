@@ -27,8 +27,8 @@ def add_token_rows(
     Raises:
         ConfigError: an index is not in the vocabulary.
     """
+    from megatron_wrap.nn.adapters.embedding_rows import TokenRows
     from megatron_wrap.nn.adapters.lora import TRAINED
-    from megatron_wrap.nn.adapters.token_rows import TokenRows
 
     refuse_unknown_tokens(indices, vocab_size)
     tied = not config.arch.untie_embeddings_and_output_weights and not derived.has_value_head(config)

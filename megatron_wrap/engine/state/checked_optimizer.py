@@ -191,7 +191,7 @@ def _square_sum(gradients: list[Tensor], group: Any, device: torch.device) -> Te
     large = [gradient for gradient in gradients if _is_large(gradient)]
     others = [gradient for gradient in gradients if not _is_large(gradient)]
     if large:
-        from megatron_wrap.nn.kernels.square_sums import square_sum
+        from megatron_wrap.nn.kernels.optimizer import square_sum
 
         total += square_sum(large)
     if others:

@@ -33,7 +33,7 @@ class KernelAdam(GroupStepAdam):
                 if param in copies:
                     copies[param].view(-1).copy_(param.view(-1))
             return
-        from megatron_wrap.nn.kernels.adam import update
+        from megatron_wrap.nn.kernels.optimizer import update
 
         factor = self.gradient_factor
         if not isinstance(factor, Tensor):

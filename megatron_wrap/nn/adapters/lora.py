@@ -34,10 +34,10 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_wrap.nn.adapters.products import InputProduct, LayerPart, OutputProduct, assembled
-from megatron_wrap.nn.adapters.token_rows import token_rows_of
+from megatron_wrap.nn.adapters.embedding_rows import token_rows_of
+from megatron_wrap.nn.adapters.matmuls import InputProduct, LayerPart, OutputProduct, assembled
 from megatron_wrap.nn.adapters.trained_copies import originals_in_place
-from megatron_wrap.nn.experts.lora import ExpertAdapter
+from megatron_wrap.nn.experts.grouped import ExpertAdapter
 
 ParallelKind = Literal["column", "row", "replicated"]
 

@@ -38,7 +38,7 @@ def row_order(members: Tensor, groups: int, width: int) -> RowOrder:
         width: largest number of rows of a token.
     """
     if members.is_cuda and has_triton():
-        from megatron_wrap.nn.kernels.row_order import order_rows
+        from megatron_wrap.nn.kernels.expert_rows import order_rows
 
         return RowOrder(*order_rows(members, groups, width))
     if members.is_floating_point():

@@ -9,6 +9,7 @@ data-parallel ranks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_wrap.nn.experts.expert_choice import ExpertChoice
-from megatron_wrap.nn.experts.gating import can_gate, gate
-from megatron_wrap.nn.experts.loss_gradient import with_loss_gradient
-from megatron_wrap.nn.kernels.router.selection import Selection, can_route
+from megatron_wrap.nn.kernels.available import Selection, can_route, has_triton
+from megatron_wrap.nn.kernels.weight_gradients import can_accumulate_weight_gradients
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.platform.megatron_core.versions import BALANCE_LOSSES, router_loss_total
 
@@ -86,7 +86,7 @@ class Router(TopKRouter):
         self, logits: Tensor, selection: Selection, padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """`TopKRouter.routing` with its scores, top-k and weights by one kernel."""
-        from megatron_wrap.nn.kernels.router.routing import route
+        from megatron_wrap.nn.kernels.router import route
 
         batch = logits.shape[1]
         logits = self.apply_z_loss(logits.view(-1, logits.shape[-1]), padding_mask=padding_mask)
@@ -138,7 +138,7 @@ class Router(TopKRouter):
             score_sums, counts, load: see `balance`.
             weight: factor of the loss in addition to its coefficient.
         """
-        from megatron_wrap.nn.kernels.router.balance import balance
+        from megatron_wrap.nn.kernels.router import balance
 
         total = self._loss_total(BALANCE_LOSSES[kind], score_sums.device)
         coefficient = self.get_aux_loss_coeff(kind)
@@ -275,3 +275,88 @@ def _sum(tensor: Tensor, group: Any) -> Tensor:
 def _over_sequences(sums: Tensor) -> Tensor:
     """Sum over sequences: [sequences, experts] -> [1, experts]."""
     return sums if len(sums) == 1 else sums.sum(dim=0, keepdim=True)
+
+
+def can_gate(hidden: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: str | None) -> bool:
+    """Whether `gate` supports these tensors: fp32 logits of bf16 tensors on a GPU, without a bias."""
+    halves = hidden.dtype == weight.dtype == torch.bfloat16
+    return hidden.is_cuda and halves and bias is None and router_dtype == "fp32" and _multiplies(hidden.device)
+
+
+@functools.cache
+def _multiplies(device: torch.device) -> bool:
+    return can_accumulate_weight_gradients(device)
+
+
+def gate(hidden: Tensor, weight: Tensor) -> Tensor:
+    """fp32 logits [..., experts] of hidden states [..., H] and a weight [experts, H], both bf16.
+
+    Results are those of fp32 matmuls: bf16 tensors are multiplied exactly and added up in fp32, and the gradient of the
+    logits is split into three bf16 tensors that add up to it. The hidden states are not copied to fp32.
+    """
+    result: Tensor = _Gate.apply(hidden, weight)
+    return result
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        logits = _fp32_product(hidden.reshape(-1, hidden.shape[-1]), weight.t())
+        return logits.view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        parts = _split(grads[0].reshape(-1, weight.shape[0]))
+        of_hidden = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_hidden = (parts @ torch.cat((weight, weight, weight))).view(hidden.shape)
+        if ctx.needs_input_grad[1]:
+            of_parts = _fp32_product(parts.t(), hidden.reshape(-1, hidden.shape[-1]))
+            of_weight = of_parts.view(3, *weight.shape).sum(0).to(weight.dtype)
+        return of_hidden, of_weight
+
+
+def _split(values: Tensor) -> Tensor:
+    """Three tensors side by side, bf16 [N, 3 * columns], with 8 of the fp32 values' 24 bits each."""
+    if values.is_cuda and has_triton():
+        from megatron_wrap.nn.kernels.router import split
+
+        return split(values)
+    parts = []
+    for _ in range(3):
+        parts.append(values.bfloat16())
+        values = values - parts[-1]
+    return torch.cat(parts, dim=1)
+
+
+def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()  # as in the tests
+
+
+def with_loss_gradient(activation: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
+    """Attach a loss's gradient to `activation`, which is returned. In its backward pass `values` get `gradient`, times
+    the scale of auxiliary losses that Megatron-Core's schedule sets for each micro-batch. This is
+    `MoEAuxLossAutoScaler` for a loss with a known derivative.
+
+    Args:
+        gradient: the derivative of the loss by `values`, in their shape.
+    """
+    result: Tensor = _WithLossGradient.apply(activation, values, gradient)
+    return result
+
+
+class _WithLossGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return activation
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        return grads[0], gradient if scale is None else gradient * scale, None

@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, float64
 
-from megatron_wrap.nn.kernels.embedding.lookup import lookup
-from megatron_wrap.nn.kernels.weight_gradients import WeightGradients, can_accumulate_weight_gradients
+from megatron_wrap.nn.kernels.weight_gradients import WeightGradients, can_accumulate_weight_gradients, lookup
 from megatron_wrap.platform.megatron_core.kernels import LayerKernels
 
 MAX_NORM_COLUMNS = 16384
@@ -52,7 +52,7 @@ def latent_rotary_kernel(x: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tenso
     """`attention.latent_rotary.latent_rotary`, if it supports tensors of this dtype and device on this machine."""
     if not x.is_cuda or x.dtype == torch.float64 or x.numel() == 0 or not has_triton():
         return None
-    from megatron_wrap.nn.kernels.attention.latent_rotary import latent_rotary
+    from megatron_wrap.nn.kernels.rotary_projections import latent_rotary
 
     return latent_rotary
 
@@ -108,7 +108,7 @@ def layer_kernels(device: torch.device, training: bool = True) -> LayerKernels:
     weight_gradients = WeightGradients if training and can_accumulate_weight_gradients(device) else None
     if not has_triton():
         return LayerKernels(weight_gradients=weight_gradients)
-    from megatron_wrap.nn.kernels.embedding.row_gradients import add_row_gradients
+    from megatron_wrap.nn.kernels.embedding_rows import add_row_gradients
     from megatron_wrap.nn.kernels.rotary import apply_rotary
 
     embedding = functools.partial(lookup, add=add_row_gradients) if training else None
@@ -118,3 +118,35 @@ def layer_kernels(device: torch.device, training: bool = True) -> LayerKernels:
     from megatron_wrap.nn.kernels.swiglu import swiglu
 
     return dataclasses.replace(kernels, swiglu=swiglu)
+
+
+MAX_EXPERTS = 1024
+"""Maximum number of experts that the kernel supports: it keeps their scores in registers."""
+
+
+class Selection(NamedTuple):
+    """Selection and weighting of experts (megatron/core/transformer/moe/moe_utils.py,
+    `topk_routing_with_score_function`)."""
+
+    topk: int
+    sigmoid: bool
+    """Whether scores are sigmoid(logits), which do not compete; else softmax(logits)."""
+    softmax_first: bool
+    """Whether weights are the unchanged scores; else the weights of a token add up to 1. Without effect on sigmoid."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    groups: int = 1
+    """Number of groups of experts, of which a token's are chosen first; 1: all experts are in one."""
+    group_topk: int = 1
+    """Number of groups that are chosen for a token."""
+    group_score_experts: int = 1
+    """Number of a group's highest scores that add up to the group's score."""
+
+
+def can_route(logits: Tensor, selection: Selection) -> bool:
+    """Whether the kernel supports these logits [T, experts] on this machine. With groups, the numbers of experts and of
+    groups must be powers of two."""
+    experts = logits.shape[-1]
+    sizes = (experts, selection.groups) if selection.groups > 1 else ()
+    fits = experts <= MAX_EXPERTS and all(size & (size - 1) == 0 for size in sizes)
+    return logits.is_cuda and logits.dtype != float64 and fits and has_triton()

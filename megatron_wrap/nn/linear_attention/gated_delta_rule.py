@@ -21,16 +21,17 @@ tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-
-from megatron_wrap.nn.linear_attention.rows import SpacedRows, check_lengths, spaced_rows
 
 CHUNK_SIZE = 64
 """Tokens of a chunk: the work within chunks grows with it, the number of steps shrinks."""
@@ -271,3 +272,92 @@ def _small_product(left: Tensor, right: Tensor) -> Tensor:
     if left.shape[-1] <= _SMALL:
         return (left[..., None] * right[..., None, :, :]).sum(dim=-2)
     return left @ right
+
+
+class PackedRow(Protocol):
+    """Attributes of `nn.packed_sequences.PackedSequences` that linear attention reads; the sequences cover a row with b
+    = 1."""
+
+    lengths: tuple[int, ...]
+    """Length of each sequence in tokens, on the host; global, not of a context-parallel rank."""
+    cu_seqlens_q: Tensor
+    """Cumulative lengths of the sequences, int32 [N + 1]."""
+
+
+@dataclass(frozen=True)
+class SpacedRows:
+    """Rows of sequences with free positions before or after each sequence."""
+
+    length: int
+    """Number of positions of a row, free ones included."""
+    positions: Tensor
+    """Position of each token, int64 [tokens]."""
+    starts: tuple[int, ...]
+    """The first position of each sequence, free ones included."""
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        """Insert free positions: [b, tokens, ...] -> [b, length, ...], 0 at free positions; the tensor itself if there
+        are none."""
+        if self.length == len(self.positions):
+            return tensor
+        rows = tensor.new_zeros(tensor.shape[0], self.length, *tensor.shape[2:])
+        return rows.index_copy(1, self.positions, tensor)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """The inverse of `spread`."""
+        if self.length == len(self.positions):
+            return rows
+        return rows.index_select(1, self.positions)
+
+
+@functools.lru_cache(maxsize=64)
+def spaced_rows(lengths: tuple[int, ...], before: int, multiple: int, device: torch.device) -> SpacedRows:
+    """Rows in which `before` free positions precede each sequence, and others follow it up to a multiple of `multiple`.
+
+    Args:
+        lengths: lengths of the sequences of a row, in tokens.
+    """
+    counts = np.asarray(lengths, dtype=np.int64)
+    taken = before + -(-counts // multiple) * multiple
+    starts = np.cumsum(taken) - taken
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = torch.from_numpy(np.repeat(starts + before, counts) + within).to(device)
+    return SpacedRows(int(taken.sum()), positions, tuple(starts.tolist()))
+
+
+def check_lengths(tokens: int, lengths: Sequence[int]) -> None:
+    """Raise ValueError if sequences do not cover the tokens of a row."""
+    if sum(lengths) != tokens:
+        raise ValueError(f"sequences of {sum(lengths)} tokens in all do not cover a row of {tokens}")
+
+
+class RecurrentState:
+    """State of one layer: the last inputs of the convolution, and the state of each head.
+
+    Args:
+        padding: [prompts], number of padding positions on the left of each prompt in the first pass.
+        sources: [batch size], for each sequence the index of its prompt in the first pass.
+    """
+
+    def __init__(self, padding: Tensor, sources: Tensor) -> None:
+        self._padding, self._sources = padding, sources
+        self.inputs: Tensor | None = None
+        """Last inputs of the convolution, [b, K - 1, channels]; None before the first pass."""
+        self.heads: Tensor | None = None
+        """State of each head, fp32 [b, heads, d_k, d_v]; None before the first pass."""
+
+    def without_padding(self, inputs: Tensor) -> Tensor:
+        """The inputs [b, s, channels] of a pass, 0 in the padding, where keys and values are then 0 as well."""
+        if self.inputs is not None:
+            return inputs
+        is_padding = torch.arange(inputs.shape[1], device=inputs.device) < self._padding[:, None]
+        return inputs.masked_fill(is_padding[..., None], 0.0)
+
+    def keep(self, inputs: Tensor, earlier: int, heads: Tensor) -> None:
+        """Keep the last `earlier` inputs [b, s, channels], and the state of the heads after a pass."""
+        if self.inputs is None:
+            last = F.pad(inputs, (0, 0, earlier, 0))[:, inputs.shape[1] :]
+            self.inputs, self.heads = last[self._sources], heads[self._sources]
+            return
+        self.inputs = torch.cat((self.inputs, inputs), dim=1)[:, -earlier:] if earlier else self.inputs
+        self.heads = heads

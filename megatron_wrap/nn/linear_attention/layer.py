@@ -21,10 +21,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor, nn
 
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.nn.linear_attention.convolution import causal_convolution
-from megatron_wrap.nn.linear_attention.kernels import convolved_heads, gated_rms_norm, recur
-from megatron_wrap.nn.linear_attention.recurrent_state import RecurrentState
-from megatron_wrap.nn.linear_attention.rows import PackedRow
+from megatron_wrap.nn.linear_attention.gated_delta_rule import PackedRow, RecurrentState
+from megatron_wrap.nn.linear_attention.implementations import causal_convolution, convolved_heads, gated_rms_norm, recur
 from megatron_wrap.parallel.head_exchange import to_whole_heads, to_whole_sequences
 
 

@@ -226,7 +226,7 @@ class Rank:
 
 
 def layers(rank: Rank) -> None:
-    """The order of `nn.linear_layers.hidden_communication`; the second sequences are longer."""
+    """The order of `nn.layers.overlapped_communication`; the second sequences are longer."""
     for gathered, scattered in ((2, 3), (9, 3), (4, 12)):
         rank.gather(gathered, includes_self=False)()()  # a column-parallel layer
         rank.exchange(scattered)()()  # a row-parallel one

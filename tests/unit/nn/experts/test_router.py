@@ -1,4 +1,4 @@
-"""Auxiliary losses of MoE routers with padding, against transformers and formulas."""
+"""Auxiliary losses of MoE routers with padding, against transformers and formulas; logits against float64."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +10,13 @@ from _documented_router import documented_kernels
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.nn.kernels.router import selection as selection_module
-from megatron_wrap.nn.kernels.router.selection import Selection, can_route
+from megatron_wrap.nn.kernels import available
+from megatron_wrap.nn.kernels.available import Selection, can_route
+from megatron_wrap.platform import choose_platform
+
+choose_platform("cpu").install()
+
+from megatron_wrap.nn.experts.router import gate  # noqa: E402
 
 pytestmark = [pytest.mark.transformers, pytest.mark.process_group]
 
@@ -160,7 +165,7 @@ def test_the_kernel_gets_the_configuration_and_the_padding(tmp_path: Path, arch:
 
 
 def test_what_the_kernel_supports(monkeypatch):
-    monkeypatch.setattr(selection_module, "has_triton", lambda: True)
+    monkeypatch.setattr(available, "has_triton", lambda: True)
 
     def supported(experts: int, selection: Selection, **logits: Any) -> bool:
         return can_route(
@@ -174,3 +179,19 @@ def test_what_the_kernel_supports(monkeypatch):
     assert not supported(2048, plain)
     assert not supported(60, plain, dtype=torch.float64)
     assert not supported(60, plain, is_cuda=False)
+
+
+def test_logits_and_gradients_are_those_of_fp32():
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(6, 5, 32, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(12, 32, generator=generator).bfloat16().requires_grad_()
+    outer = torch.randn(6, 5, 12, generator=generator) * torch.logspace(-6, 3, 12)
+    logits = gate(hidden, weight)
+    assert logits.dtype == torch.float32
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = exact[0] @ exact[1].t()
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-6, atol=1e-6)
+    actual = torch.autograd.grad(logits, (hidden, weight), outer)
+    of_exact = torch.autograd.grad(expected, exact, outer.double())
+    assert torch.equal(actual[1], of_exact[1].bfloat16())
+    torch.testing.assert_close(actual[0].double(), of_exact[0], rtol=2**-8, atol=0.0)

@@ -1,1 +1,0 @@
-"""Attention by kernels that return the logsumexp of the scores."""

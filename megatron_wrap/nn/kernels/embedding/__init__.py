@@ -1,1 +1,0 @@
-"""The lookup of word embeddings, and its gradient."""
