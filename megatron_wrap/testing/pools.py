@@ -25,7 +25,7 @@ _PRELOADED = (
     "megatron_wrap.nn.core_attention",
     "megatron_wrap.checkpoint.choices",
     "megatron_wrap.checkpoint.resume",
-    "megatron_wrap.data.chat.dropped_parts",
+    "megatron_wrap.data.inspect.mistakes",
     "megatron_wrap.engine.state.checked_optimizer",
     "megatron_wrap.nn.adapters.token_rows",
     "torch.profiler._cupti_monitor",

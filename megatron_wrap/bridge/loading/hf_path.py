@@ -14,8 +14,7 @@ from megatron_wrap.bridge.mapping.family import family_of_model
 from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_generation_config, read_hugging_face_config
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.data.chat.new_tokens import NewTokens, new_tokens
-from megatron_wrap.data.chat.tokenizer import load_tokenizer, run_tokenizer
+from megatron_wrap.data.chat.tokenizer import NewTokens, load_tokenizer, new_tokens, run_tokenizer
 from megatron_wrap.errors import CheckpointError, DataError, UnsupportedModel
 
 

@@ -17,7 +17,7 @@ from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.bridge.mapping.model_parameters import BLOCK_BYTES, blocks, local_pieces, mapped_parameters, view_of
 from megatron_wrap.bridge.mapping.tensors import Piece, Region
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.data.chat.new_tokens import NewTokens
+from megatron_wrap.data.chat.tokenizer import NewTokens
 from megatron_wrap.model.fp8_parameters import writable
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.parallel.state import Axis, ParallelState

@@ -16,8 +16,8 @@ from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
 
-from megatron_wrap.data.chat import text_limits
-from megatron_wrap.data.chat.spans import Span
+from megatron_wrap.data.chat import text_tokens
+from megatron_wrap.data.chat.text_tokens import Span
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.utils.pools.processes import become_worker, forking
 
@@ -51,9 +51,9 @@ def rendered(
     # space, the mask covers the rest of the conversation if the last character of a block is in no token.
     arguments = {"conversations": [conversation], "chat_template": template, "return_assistant_tokens_mask": with_spans}
     text, spans = _renderer(os.getpid()).render({**arguments, **variables})
-    if len(text) > text_limits.MAX_CHARACTERS:
+    if len(text) > text_tokens.MAX_CHARACTERS:
         raise TemplateLimitError(
-            f"the chat template renders more than {text_limits.MAX_CHARACTERS:,} characters for this conversation; "
+            f"the chat template renders more than {text_tokens.MAX_CHARACTERS:,} characters for this conversation; "
             "correct the template, or divide the conversation"
         )
     return text, spans

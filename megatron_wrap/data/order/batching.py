@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wrap.data.order.usable_rows import SampleReader
+from megatron_wrap.data.order.sample_reader import SampleReader
 from megatron_wrap.errors import DataError
 from megatron_wrap.metrics.number_format import counted
 

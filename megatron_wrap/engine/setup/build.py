@@ -59,7 +59,7 @@ from megatron_wrap.utils.garbage import delayed_collection
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_wrap.data.chat.new_tokens import NewTokens
+    from megatron_wrap.data.chat.tokenizer import NewTokens
 
 
 def build_training_state(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megatron_wrap.data.sources import json_files, tables
-from megatron_wrap.data.sources.json_lines import parse_line, too_long
+from megatron_wrap.data.sources.json_files import parse_line, too_long
 from megatron_wrap.data.sources.rows import BadSample
 from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint
 
