@@ -84,5 +84,9 @@ def folder_arch(config: RunConfig) -> ArchConfig:
     """The architecture with the vocabulary of the folder, which the model's may exceed."""
     assert config.model_provider.hf_path is not None
     size = read_hugging_face_config(config.model_provider.hf_path).values.get("vocab_size")
-    ours = config.arch.vocab_size
-    return replace(config.arch, vocab_size=size) if isinstance(size, int) and ours and size < ours else config.arch
+    vocab_size = config.arch.vocab_size
+    return (
+        replace(config.arch, vocab_size=size)
+        if isinstance(size, int) and vocab_size and size < vocab_size
+        else config.arch
+    )

@@ -155,21 +155,21 @@ class PrecomputedOutputs:
         index = row - (int(self._ends[number - 1]) if number else 0)
         values = self._file(number)
         outputs: dict[str, Any] = {}
-        for name, stored in values.items():
+        for name, column in values.items():
             if name == _HASHES or name.removesuffix(_ENDS) != name:
                 continue
             if name + _ENDS not in values:
-                outputs[name] = stored[index : index + 1][0].item()
+                outputs[name] = column[index : index + 1][0].item()
                 continue
             ends = values[name + _ENDS][max(0, index - 1) : index + 1]
             begin, end = int(ends[0]) if index else 0, int(ends[-1])
-            outputs[name] = stored[begin:end] if begin < end else stored[:][:0]  # safetensors has no empty slice
+            outputs[name] = column[begin:end] if begin < end else column[:][:0]  # safetensors has no empty slice
         return outputs
 
     def _table(self, number: int) -> np.ndarray:
         """Hashes of a file's samples, uint8 [samples, 32]."""
-        stored = self._file(number).get(_HASHES)
-        table = None if stored is None else stored[:]
+        column = self._file(number).get(_HASHES)
+        table = None if column is None else column[:]
         if table is None or table.dtype != np.uint8 or table.ndim != 2 or table.shape[1] != 32:
             raise DataError(f"{self.folder / self._names[number]} has no hashes; precompute the outputs again")
         wrong = next((name for name in self._file(number) if not self._has_rows(number, name, len(table))), None)

@@ -94,13 +94,13 @@ class _Renderer:
                 return work()
             except _Stopped:
                 count = self._stopped_in_a_row = stopped_before + 1
-        taken = (
+        excess = (
             f"the chat template takes more than {MAX_RENDER_SECONDS:g} s of computing time or "
             f"{MAX_RENDER_BYTES >> 20} MiB of memory for"
         )
         if count >= MAX_STOPPED_IN_A_ROW:
-            raise ConfigError(f"{taken} each of {count} conversations in a row; correct it")
-        raise TemplateLimitError(f"{taken} this conversation; correct the template or the conversation")
+            raise ConfigError(f"{excess} each of {count} conversations in a row; correct it")
+        raise TemplateLimitError(f"{excess} this conversation; correct the template or the conversation")
 
     def render(self, arguments: dict[str, Any]) -> tuple[str, list[Span]]:
         """See `rendered`."""
@@ -133,18 +133,18 @@ class _Stopped(BaseException):
 def _fork() -> tuple[int, Connection]:
     from transformers.utils import chat_template_utils
 
-    ours, of_child = Pipe()
+    connection, of_child = Pipe()
     parent = os.getpid()
     with forking():
         process = os.fork()
         if process == 0:
             try:
-                ours.close()
+                connection.close()
                 _serve(of_child, parent, chat_template_utils.render_jinja_template)
             finally:
                 os._exit(1)
     of_child.close()
-    return process, ours
+    return process, connection
 
 
 def _serve(connection: Connection, parent: int, render: Callable[..., Any]) -> None:

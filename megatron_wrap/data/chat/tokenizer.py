@@ -176,20 +176,21 @@ def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(tokenizer) is PreTrainedTokenizerFast:  # the latter loads the file unchanged
         return None
-    stored = Tokenizer.from_file(str(file))
-    for number, token in stored.get_added_tokens_decoder().items():
+    file_tokenizer = Tokenizer.from_file(str(file))
+    for number, token in file_tokenizer.get_added_tokens_decoder().items():
         if (actual := backend.token_to_id(token.content)) != number:
             return f"has the id {actual} for {token.content!r}, and tokenizer.json the id {number}"
-    added, size = backend.get_added_tokens_decoder(), stored.get_vocab_size()
+    added, size = backend.get_added_tokens_decoder(), file_tokenizer.get_vocab_size()
     sampled = (number for number in range(0, size, max(1, size // _SAMPLED_TOKENS)) if number not in added)
     is_option = _settings(file.parent).get("add_prefix_space") is not None  # it decides about the first word's ids
     starts = ((0, 0), (1, 1), (1, 2), (2, 1)) if is_option else ((0, 0),)
-    for text in (*_PROBES, *(f"x {stored.decode([number])}" for number in sampled)):
-        actual, expected = (each.encode(text, add_special_tokens=False) for each in (backend, stored))
-        if all(actual.ids[ours:] != expected.ids[theirs:] for ours, theirs in starts):
+    for text in (*_PROBES, *(f"x {file_tokenizer.decode([number])}" for number in sampled)):
+        actual, expected = (each.encode(text, add_special_tokens=False) for each in (backend, file_tokenizer))
+        if all(actual.ids[start:] != expected.ids[file_start:] for start, file_start in starts):
             return f"encodes {text!r} as {actual.tokens[:16]}, and tokenizer.json as {expected.tokens[:16]}"
-        decoded = [each.decode(encoded.ids) for each, encoded in ((backend, actual), (stored, expected))]
-        if stored.decoder is not None and len({each.lstrip(" ") if is_option else each for each in decoded}) > 1:
+        decoded = [each.decode(encoded.ids) for each, encoded in ((backend, actual), (file_tokenizer, expected))]
+        texts = {each.lstrip(" ") if is_option else each for each in decoded}
+        if file_tokenizer.decoder is not None and len(texts) > 1:
             return f"decodes the tokens of {text!r} as {decoded[0]!r}, and tokenizer.json as {decoded[1]!r}"
     return None
 

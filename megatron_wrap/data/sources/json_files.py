@@ -46,7 +46,7 @@ class JsonLines(Sequence[dict[str, Any]]):
         self._offsets: array[int] | None = None
         self._counted = (0, 0)  # a byte offset, and the newlines before it: the last answer of `where`
         self._absolute_path = os.path.abspath(os.path.expanduser(path))  # independent of a later chdir
-        self._file = open_stored(path)
+        self._file = open_raw(path)
         weakref.finalize(self, self._file.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ class JsonLines(Sequence[dict[str, Any]]):
         return offsets
 
 
-def open_stored(path: str | Path, buffering: int = 0) -> IO[bytes]:
+def open_raw(path: str | Path, buffering: int = 0) -> IO[bytes]:
     """Open a data file as it is stored; `~` is the home folder.
 
     Raises:
@@ -236,18 +236,18 @@ def open_bytes(path: str) -> tuple[IO[bytes], IO[bytes]]:
     Raises:
         DataError: it is missing, a folder or unreadable.
     """
-    stored = open_stored(path, _BUFFER)
+    raw_file = open_raw(path, _BUFFER)
     if path.endswith(".gz"):
-        opened: Any = gzip.GzipFile(fileobj=stored, mode="rb")
+        opened: Any = gzip.GzipFile(fileobj=raw_file, mode="rb")
     elif path.endswith(".zst"):
         import pyarrow
 
         # an input stream of pyarrow reads a concatenation of frames, as `zstd` and `pzstd` write them
-        opened = pyarrow.input_stream(stored, compression="zstd")
+        opened = pyarrow.input_stream(raw_file, compression="zstd")
     else:
-        return stored, stored
-    limit = max(_FREE_EXPANSION, _MAX_EXPANSION * os.fstat(stored.fileno()).st_size)
-    return io.BufferedReader(_Decompressed(opened, limit, path), _BLOCK_BYTES), stored
+        return raw_file, raw_file
+    limit = max(_FREE_EXPANSION, _MAX_EXPANSION * os.fstat(raw_file.fileno()).st_size)
+    return io.BufferedReader(_Decompressed(opened, limit, path), _BLOCK_BYTES), raw_file
 
 
 class _Decompressed(io.RawIOBase):
@@ -313,7 +313,7 @@ def _decompressed(path: str) -> Path:
     """The decompressed copy of a file, in a folder named after its path, size and time of change."""
     import datasets
 
-    open_stored(path).close()  # DataError if it cannot be read
+    open_raw(path).close()  # DataError if it cannot be read
     source = os.path.abspath(os.path.expanduser(path))
     state = os.stat(source)
     name = hashlib.sha256(f"{source}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:32]

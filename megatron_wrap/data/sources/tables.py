@@ -175,12 +175,12 @@ def stream_parquet(path: str, columns: Sequence[str] | None = None) -> TableStre
                 raise DataError(f"{path}: has no column {column!r}, but {', '.join(map(repr, present))}{hint}")
         begin = 0
         for group in range(file.num_row_groups):
-            rows, stored = file.metadata.row_group(group).num_rows, file.metadata.row_group(group).total_byte_size
+            rows, num_bytes = file.metadata.row_group(group).num_rows, file.metadata.row_group(group).total_byte_size
             if begin + rows <= index:
                 begin += rows
                 yield begin, file.schema_arrow.empty_table()
                 continue
-            batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, stored)))
+            batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, num_bytes)))
             for batch in file.iter_batches(batch_size=batch_rows, row_groups=[group], columns=columns):
                 yield begin, batch
                 begin += batch.num_rows
@@ -356,12 +356,12 @@ def _sizes(file: pyarrow.parquet.ParquetFile, limit: int) -> Iterator[int]:
     for group in range(metadata.num_row_groups):
         for number in range(metadata.num_columns):
             column = metadata.row_group(group).column(number)
-            stored, count = column.total_uncompressed_size, column.num_values
+            num_bytes, count = column.total_uncompressed_size, column.num_values
             if column.physical_type != "BYTE_ARRAY":
-                yield max(stored, count * _VALUE_BYTES)
+                yield max(num_bytes, count * _VALUE_BYTES)
                 continue
-            yield stored
-            if not column.has_dictionary_page or count * stored <= share:
+            yield num_bytes
+            if not column.has_dictionary_page or count * num_bytes <= share:
                 continue
             entries = count * _longest_entry(file, group, column.path_in_schema)
             if entries <= share:

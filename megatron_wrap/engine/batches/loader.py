@@ -202,7 +202,7 @@ def sample_reader(
             if source.max_length is not None
         },
         check_lengths=None if budget is None else lambda lengths: budget.pack([lengths]),
-        stored=stored,
+        cached=stored,
     )
 
 
