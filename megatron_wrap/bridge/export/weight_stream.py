@@ -270,7 +270,7 @@ def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig, dt
             seen.add((part.piece.name, part.piece.region))
             whole[part.piece.name].parts.append(part)
     for tensor in whole.values():
-        gathered = sum(part.piece.numel for part in tensor.parts)
+        gathered = sum([math.prod([stop - start for start, stop in part.piece.region]) for part in tensor.parts])
         if gathered != tensor.numel:
             raise CheckpointError(
                 f"{tensor.name} cannot be gathered: the ranks have {gathered} of its {tensor.numel} elements; check "
