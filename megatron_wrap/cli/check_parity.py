@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; returns 0 if all layouts agree, else 1."""
-    from megatron_wrap.data.sources.json_lines import JsonLines
+    from megatron_wrap.data.sources.json_files import JsonLines
     from megatron_wrap.testing.parity import check_parity
 
     report = check_parity(

@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         chosen = _choices_here(config)
     adapted: list[str] = []
     with mistakes.collected():
-        adapted = adapter_lines(run_adapter(config), config.arch.vocab_size)
+        adapter = run_adapter(config)
+        adapted = [] if adapter is None else adapter_lines(adapter, config.arch.vocab_size)
     lines = [explain(tree, keys[0] if keys else None, chosen)]
     if keys == [SECTION_PATHS["adapter"]]:
         lines += adapted

@@ -44,9 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_wrap.core.remote.local_copies import with_local_copies
     from megatron_wrap.core.validation.setup import check_flow
     from megatron_wrap.data.chat.tokenizer import run_tokenizer
-    from megatron_wrap.data.inspect.inspection import inspect
+    from megatron_wrap.data.inspect.inspection import inspect, select_samples
     from megatron_wrap.data.inspect.mistakes import Checks
-    from megatron_wrap.data.inspect.samples import select_samples
 
     config = with_local_copies(read_run(arguments.config, arguments.overrides))
     check_run(config)

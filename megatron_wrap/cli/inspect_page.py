@@ -14,6 +14,7 @@ from megatron_wrap.data.inspect.inspection import (
     Counts,
     Inspected,
     Inspection,
+    SampleSelection,
     histogram,
     ordered,
     segments,
@@ -21,7 +22,6 @@ from megatron_wrap.data.inspect.inspection import (
     tokens_of_row,
 )
 from megatron_wrap.data.inspect.mistakes import MISTAKES, Mistake, Tokens, advice_of
-from megatron_wrap.data.inspect.samples import SampleSelection
 from megatron_wrap.engine.setup.flow import build_flow
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase

@@ -15,7 +15,7 @@ from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.utils.progress import WorkProgress
 
 if TYPE_CHECKING:
-    from megatron_wrap.data.preprocess.preprocess import PreprocessProgress
+    from megatron_wrap.data.indexed.preprocess import PreprocessProgress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--tokenizer-type {arguments.tokenizer_type}: only HuggingFaceTokenizer is read; name the tokenizer's "
             "Hugging Face folder or hub id with --tokenizer, and delete --tokenizer-type"
         )
-    from megatron_wrap.data.preprocess.preprocess import Preprocessing, preprocess
+    from megatron_wrap.data.indexed.preprocess import Preprocessing, preprocess
 
     settings = Preprocessing(**selected(arguments, *(field.name for field in dataclasses.fields(Preprocessing))))
     with contextlib.ExitStack() as stack:
@@ -98,7 +98,7 @@ def _print_statistics(written: PreprocessProgress, prefixes: list[str]) -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from megatron_wrap.data.indexed.index_writer import merge
+    from megatron_wrap.data.indexed.index_files import merge
 
     if arguments.input or arguments.tokenizer:
         raise ConfigError("--merge takes prefixes and --output-prefix alone; delete --input and --tokenizer")

@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the folder and prints its path."""
-    from megatron_wrap.data.preprocess.documents import InputFiles
-    from megatron_wrap.data.preprocess.tokenizer_training import train_tokenizer
+    from megatron_wrap.data.indexed.documents import InputFiles
+    from megatron_wrap.data.indexed.tokenizer_training import train_tokenizer
 
     size = train_tokenizer(
         InputFiles(arguments.input, arguments.json_keys, arguments.suffixes, arguments.text_unit),

@@ -12,9 +12,9 @@ from megatron_wrap.config.checks.schedule import check_schedule
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema import derived
 from megatron_wrap.data.indexed.windows import IndexedData, open_indexed
+from megatron_wrap.data.order.sample_reader import Preparation
 from megatron_wrap.data.order.sample_sets import stream_of, training_stream, validation_sets
 from megatron_wrap.data.order.stream import SampleStream
-from megatron_wrap.data.order.usable_rows import Preparation
 from megatron_wrap.engine.batches.epochs import steps_of_epochs
 from megatron_wrap.engine.batches.loader import BatchLoader, batch_rule, preparation, sample_reader
 from megatron_wrap.engine.batches.micro_batching import micro_batching_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_wrap.core.step_reporting import RunRecords
-from megatron_wrap.data.chat.prompts import prompt_token_ids
+from megatron_wrap.data.chat.encode import prompt_token_ids
 from megatron_wrap.engine.evaluation import evaluate
 from megatron_wrap.engine.generation.generate import sample_texts
 from megatron_wrap.engine.state.state import TrainingState

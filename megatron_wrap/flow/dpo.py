@@ -43,7 +43,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
     answer minus that of the rejected one (Rafailov et al., 2023, arXiv:2305.18290, equation 7); `loss_type` selects
     other losses (`shared/preference_losses.py`). A pair's `weight`, 1 by default, is its weight in the mean.
 
-    A sample is a pair (see `megatron_wrap.data.chat.pairs.encode_pair`). The reference's log-probabilities come from
+    A sample is a pair (see `megatron_wrap.data.chat.encode.encode_pair`). The reference's log-probabilities come from
     the model of `megatron_wrap.models.reference: copy`, or each sample contains them, as `wrap.forward` returns them,
     in `reference_chosen_log_probs` and `reference_rejected_log_probs`. A micro-batch of B pairs has 2B sequences, the
     chosen ones first.

@@ -25,7 +25,7 @@ _PRELOADED = (
     "megatron_wrap.nn.attention.torch_attention",
     "megatron_wrap.checkpoint.choices",
     "megatron_wrap.checkpoint.resume",
-    "megatron_wrap.data.chat.dropped_parts",
+    "megatron_wrap.data.inspect.mistakes",
     "megatron_wrap.engine.state.checked_optimizer",
     "megatron_wrap.nn.adapters.embedding_rows",
     "torch.profiler._cupti_monitor",

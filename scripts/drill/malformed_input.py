@@ -362,7 +362,7 @@ def read_rows(path: str) -> None:
     from megatron_wrap.data.chat.encode import encode_sample
     from megatron_wrap.data.chat.tokenizer import load_tokenizer
     from megatron_wrap.data.order.sample_sets import training_stream
-    from megatron_wrap.data.order.usable_rows import Preparation, SampleReader
+    from megatron_wrap.data.order.sample_reader import Preparation, SampleReader
 
     tokenizer = load_tokenizer("tokenizer")
     for streaming in (False, True):

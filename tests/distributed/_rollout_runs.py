@@ -33,11 +33,11 @@ def in_file_order(folder: Path) -> dict[str, Tensor]:
     """Name -> tensor of a folder, in the order of its files."""
     from safetensors.torch import load_file
 
-    from megatron_wrap.bridge.loading.weight_folder import stored_tensors
+    from megatron_wrap.bridge.loading.weight_folder import file_tensors
 
     files = sorted(folder.glob("*.safetensors"))
     loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    names = [name for file in files for name in stored_tensors(file)]
+    names = [name for file in files for name in file_tensors(file)]
     assert sorted(names) == sorted(loaded)
     return {name: loaded[name] for name in names}
 

@@ -7,7 +7,7 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
-from megatron_wrap.bridge.loading.weight_folder import stored_tensors
+from megatron_wrap.bridge.loading.weight_folder import file_tensors
 from megatron_wrap.checkpoint.files.complete_checkpoints import TRACKER
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.precheck import find_checkpoint
@@ -42,7 +42,7 @@ def test_a_snapshot_of_the_hub_has_links_to_its_blobs(tmp_path: Path):
     (snapshot / "model.safetensors").symlink_to("../../blobs/ff")
     (tmp_path / "named").symlink_to(snapshot)
     for folder in (snapshot, tmp_path / "named"):
-        assert stored_tensors(folder / "model.safetensors")["x"].shape == (2,)
+        assert file_tensors(folder / "model.safetensors")["x"].shape == (2,)
 
 
 def test_weights_whose_link_leads_out_of_their_folder_are_refused(tmp_path: Path):
@@ -50,7 +50,7 @@ def test_weights_whose_link_leads_out_of_their_folder_are_refused(tmp_path: Path
     save_file({"x": numpy.zeros(2)}, tmp_path / "other")
     (tmp_path / "model/model.safetensors").symlink_to(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"names 'model.safetensors', which is a link to .*other, outside"):
-        stored_tensors(tmp_path / "model/model.safetensors")
+        file_tensors(tmp_path / "model/model.safetensors")
 
 
 def checkpoint(folder: Path) -> Path:

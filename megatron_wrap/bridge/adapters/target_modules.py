@@ -91,8 +91,9 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
     chosen = {candidate: target for candidate in candidates if (target := _target(candidate, config)) is not None}
     names = {candidate.name for candidate in chosen}
     layers: dict[str, AdaptedLayer] = {}
+    decomposed = config.decomposes_base
     for candidate, target in chosen.items():
-        if config.decomposes_base:
+        if decomposed:
             _refuse_large_rank(target, candidate.weight.shapes()[f"{target.name}.weight"])
         owner, _, fused = target.name.rpartition(".")
         nested = candidate.experts > 0 and fused == EXPERTS[0] and f"{owner}.{EXPERTS[1]}" in names
@@ -104,7 +105,7 @@ def adapted_layers(table: Mapping[str, WeightMapping], config: AdapterConfig) ->
             candidate.experts,
             nested,
             dora=config.use_dora,
-            decomposed=config.decomposes_base,
+            decomposed=decomposed,
         )
     if not layers:
         raise ConfigError("megatron_wrap.adapter: no linear layer remains; change target_modules or exclude_modules")

@@ -83,14 +83,17 @@ def frozen_names(config: RunConfig, named: Mapping[str, tuple[str, ...]]) -> set
     return frozen
 
 
-def trained_shape(config: RunConfig, vocab_size: int) -> ModelShape:
+def trained_shape(config: RunConfig, vocab_size: int, adapter: RunAdapter | None = None) -> ModelShape:
     """The run's model, with the parameters that are trained and the factors of its adapter.
+
+    Args:
+        adapter: of the run; None: derived here, if the run has one.
 
     Raises:
         UnsupportedModel, ConfigError: as `run_adapter` and `frozen_names`.
     """
     shape = model_shape(config, vocab_size)
-    adapter = run_adapter(config, vocab_size)
+    adapter = adapter or run_adapter(config, vocab_size)
     if adapter is not None:
         return _adapted_shape(adapter, shape)
     if not config.train.freeze:
@@ -149,24 +152,21 @@ def describe_adapter(adapter: RunAdapter, vocab_size: int | None) -> str:
     return f"{line} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}"
 
 
-def adapter_lines(adapter: RunAdapter | None, vocab_size: int | None) -> list[str]:
-    """The line of `describe_adapter`, and one for each name and rank of adapted modules, in model order; none without
-    an adapter.
+def adapter_lines(adapter: RunAdapter, vocab_size: int | None) -> list[str]:
+    """The line of `describe_adapter`, and one for each name and rank of adapted modules, in model order.
 
     Raises:
         ConfigError: as `describe_adapter`.
     """
     modules: Counter[tuple[str, int]] = Counter()
     parameters: Counter[tuple[str, int]] = Counter()
-    for layer in [] if adapter is None else adapter.layers:
+    for layer in adapter.layers:
         shapes = tensor_shapes(layer.factors())
         for module in layer.modules:
             kind = module.key, module.rank
             modules[kind] += 1
             for letter in "AB":
                 parameters[kind] += math.prod(shapes[f"{layer.file_stem(module)}.lora_{letter}.weight"])
-    if adapter is None:
-        return []
     kinds = [
         f"{key}: {counted(count, 'module')}, rank {rank}, {counted(parameters[key, rank], 'parameter')}"
         for (key, rank), count in modules.items()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_wrap.bridge.export.export_format import WEIGHT_KEYS, ExportFormat
 from megatron_wrap.bridge.export.weight_stream import WeightStream, WholeTensor, dtype_name
-from megatron_wrap.bridge.loading.folder_tensors import StoredTensor, is_vision, name_beside_vision
+from megatron_wrap.bridge.loading.folder_tensors import FolderTensor, is_vision, name_beside_vision
 from megatron_wrap.bridge.loading.quantized_tensors import QuantizedTensor
 from megatron_wrap.bridge.loading.weight_folder import (
     ADAPTER_CONFIG,
@@ -45,7 +45,7 @@ class KeptVision:
     """The parts of an export besides its language model."""
 
     folder: Path
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, FolderTensor]
     """Tensors of the vision encoder and its projector, by name."""
     prefix: str
     """Prefix of the names of the language model's tensors in the folder."""
@@ -135,9 +135,10 @@ def save_pretrained(
     values = hf_format.config_json(dtype_name(stream.dtype))
     written_name: Callable[[str], str] = (lambda name: name) if vision is None else vision.name
     tensors = {written_name(tensor.name): tensor for tensor in stream.tensors}
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     split = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor.nbytes,
+        sizes,
+        get_storage_size=int,
         filename_pattern="model{suffix}.safetensors" if vision is None else _BESIDE_VISION,
         max_shard_size=_size(max_shard_size),
     )
@@ -145,7 +146,7 @@ def save_pretrained(
     with agreed(message):
         _prepare(target, original)
     with agreed(message):
-        _write_shards(stream, tensors, split.filename_to_tensors, target, parallel.world.size)
+        _write_shards(stream, tensors, sizes, split.filename_to_tensors, target, parallel.world.size)
     with agreed(message):
         if parallel.world.rank == 0:
             _finish(target, split, values, tokenizer, original, vision)
@@ -217,14 +218,20 @@ def upload(folder: Path, repo_id: str, private: bool | None, commit_message: str
 def _write_shards(
     stream: WeightStream,
     tensors: Mapping[str, WholeTensor],
+    sizes: Mapping[str, int],
     members_of: Mapping[str, Sequence[str]],
     target: Path,
     world: int,
 ) -> None:
-    """Write each shard by one of the `world` ranks; a shard is a file name -> names of its tensors. Collective."""
+    """Write each shard by one of the `world` ranks. Collective.
+
+    Args:
+        sizes: of the tensors, in bytes.
+        members_of: file name of a shard -> names of its tensors.
+    """
     writers: dict[int, _ShardWriter] = {}
     # a rank that cannot write continues to receive, so that the senders do not hang; the error is raised at the end
-    with WorkProgress("export", sum(tensor.nbytes for tensor in stream.tensors), "B") as progress:
+    with WorkProgress("export", sum(sizes.values()), "B") as progress:
         failure: OSError | None = None
         for number, (name, members) in enumerate(members_of.items()):
             for member in members:
@@ -232,12 +239,11 @@ def _write_shards(
                     if block is not None and failure is None:
                         try:
                             if number not in writers:
-                                shard = {each: tensors[each] for each in members}
-                                writers[number] = _ShardWriter(target / name, shard)
+                                writers[number] = _ShardWriter(target / name, members, tensors, sizes)
                             writers[number].write(block)
                         except OSError as error:
                             failure = error
-                progress.advance(tensors[member].nbytes)
+                progress.advance(sizes[member])
         if failure is not None:
             raise failure
         for open_writer in writers.values():
@@ -258,13 +264,19 @@ def prune_exports(folder: Path, keep: int | None, parallel: ParallelState, best:
 class _ShardWriter:
     """Writes one safetensors file (huggingface.co/docs/safetensors, format), tensor by tensor."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, WholeTensor]) -> None:
+    def __init__(
+        self, path: Path, names: Sequence[str], tensors: Mapping[str, WholeTensor], sizes: Mapping[str, int]
+    ) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for name, tensor in tensors.items():
-            end = offset + tensor.nbytes
-            about = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-            header[name], offset = about, end
+        for name in names:
+            tensor, end = tensors[name], offset + sizes[name]
+            header[name] = {
+                "dtype": _CODES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data begins aligned
         self._open = contextlib.ExitStack()

@@ -98,31 +98,31 @@ class WeightStream:
         self._device = device
         self._parameters: dict[str, Tensor] = {}
         self._folded: dict[str, Callable[[Tensor], Tensor]] = {}
-        self._merged: tuple[str, Tensor] | None = None
-        of_this_rank: list[OwnedPiece] = []
-        kinds: set[torch.dtype] = set()
+        self._value: tuple[str, Tensor] | None = None
+        local_parts: list[OwnedPiece] = []
+        dtypes: set[torch.dtype] = set()
         for number, model in enumerate(map(bare_model, chunks)):
-            kinds |= {parameter.dtype for parameter in model.parameters()}
+            dtypes |= {parameter.dtype for parameter in model.parameters()}
             folded = _merges(model, arch) if merge else {}
             for name, parameter, mapping in mapped_parameters(model, family, arch):
                 _refuse_quantized(parameter)
                 fold = folded.pop(name, None)
-                replica = parallel.expert_dp.rank if is_expert(name) else parallel.dp_cp.rank
-                axis = parallel.expert_tp if is_expert(name) else parallel.tp
-                if replica or not (mapping.split or axis.rank == 0):
+                replicas, axis = (parallel.dp_cp, parallel.tp)
+                if is_expert(name):
+                    replicas, axis = (parallel.expert_dp, parallel.expert_tp)
+                if replicas.rank or not (mapping.split or axis.rank == 0):
                     continue
                 key = f"{number}/{name}"
                 self._parameters[key] = parameter.detach()
                 if fold is not None:
                     self._folded[key] = fold
                 pieces = local_pieces(name, parameter, mapping, parallel)
-                of_this_rank += [OwnedPiece(self._rank, key, piece) for piece in pieces]
+                local_parts += [OwnedPiece(self._rank, key, piece) for piece in pieces]
             if folded:
                 raise CheckpointError(f"the adapter of {min(folded)} cannot be merged: the family has no such weight")
-        everywhere = gather_objects((of_this_rank, kinds))
-        self.dtype = _torch_dtype(dtype) or _model_dtype({kind for _, rank_kinds in everywhere for kind in rank_kinds})
-        owned = [piece for rank_pieces, _ in everywhere for piece in rank_pieces]
-        self.tensors = _whole_tensors(owned, family, arch, self.dtype)
+        parts_of_ranks, dtypes_of_ranks = zip(*gather_objects((local_parts, dtypes)), strict=True)
+        self.dtype = _torch_dtype(dtype) or _model_dtype(set().union(*dtypes_of_ranks))
+        self.tensors = _whole_tensors([part for parts in parts_of_ranks for part in parts], family, arch, self.dtype)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of each Hugging Face tensor on every rank, on the model's device, one at a time.
@@ -163,19 +163,17 @@ class WeightStream:
         return result
 
     def _local_values(self, owned: OwnedPiece, part: Region, dtype: torch.dtype) -> Tensor:
-        values = self._value(owned.parameter)
+        """A part of a local parameter, with its adapter folded in; the whole value of one parameter is kept, since
+        blocks come in their order."""
+        key = owned.parameter
+        if self._value is None or self._value[0] != key:
+            value = in_high_precision(self._parameters[key])
+            if key in self._folded:
+                with torch.no_grad():
+                    value = self._folded[key](value.float())
+            self._value = key, value
         sizes = [stop - start for start, stop in part]
-        return view_of(values, owned.piece, part).to(dtype).reshape(sizes).contiguous()
-
-    def _value(self, key: str) -> Tensor:
-        """A local parameter with its adapter folded in; one is kept, since blocks come in their order."""
-        values = in_high_precision(self._parameters[key])
-        if key not in self._folded:
-            return values
-        if self._merged is None or self._merged[0] != key:
-            with torch.no_grad():
-                self._merged = key, self._folded[key](values.float())
-        return self._merged[1]
+        return view_of(self._value[1], owned.piece, part).to(dtype).reshape(sizes).contiguous()
 
     def _buffer(self, part: Region, dtype: torch.dtype) -> Tensor:
         return torch.empty([stop - start for start, stop in part], dtype=dtype, device=self._device)
@@ -272,7 +270,7 @@ def _whole_tensors(owned: list[OwnedPiece], family: Family, arch: ArchConfig, dt
             seen.add((part.piece.name, part.piece.region))
             whole[part.piece.name].parts.append(part)
     for tensor in whole.values():
-        gathered = sum(part.piece.numel for part in tensor.parts)
+        gathered = sum([math.prod([stop - start for start, stop in part.piece.region]) for part in tensor.parts])
         if gathered != tensor.numel:
             raise CheckpointError(
                 f"{tensor.name} cannot be gathered: the ranks have {gathered} of its {tensor.numel} elements; check "

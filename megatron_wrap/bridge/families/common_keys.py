@@ -264,8 +264,8 @@ def yarn_values(rope: Config) -> Values:
     if not (rope.get("mscale") and rope.get("mscale_all_dim")):
         rope = {**rope, "mscale": 1.0, "mscale_all_dim": 0.0}
     values = {
-        ours: float(rope.get(theirs) or (need(rope, theirs) if default is None else default))
-        for ours, (theirs, default) in YARN.items()
+        key: float(rope.get(hf_key) or (need(rope, hf_key) if default is None else default))
+        for key, (hf_key, default) in YARN.items()
     }
     return {
         "rope_type": "yarn",
@@ -285,7 +285,7 @@ def _yarn_factor(rope: Config) -> float:
 
 def yarn_config(arch: ArchConfig) -> Values:
     """The inverse of `yarn_values`."""
-    scaling = {theirs: getattr(arch, ours) for ours, (theirs, _) in YARN.items()}
+    scaling = {hf_key: getattr(arch, key) for key, (hf_key, _) in YARN.items()}
     if not arch.mscale_all_dim:
         del scaling["mscale"], scaling["mscale_all_dim"]
     return {"rope_type": "yarn", **scaling, "truncate": arch.correction_range_round_to_int}

@@ -136,32 +136,38 @@ def latent_config(arch: ArchConfig) -> Values:
     }
 
 
-def latent_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+def latent_layer(arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
     """One layer, dense or MoE."""
-    prefix, attention = ours + "self_attention.", theirs + "self_attn."
+    mcore_attention, hf_attention = prefix + "self_attention.", hf_prefix + "self_attn."
     query = sizes.heads * (arch.qk_head_dim + arch.qk_pos_emb_head_dim)
     latent = arch.kv_lora_rank
-    table = llama.norm_table(sizes, ours, theirs)
+    table = llama.norm_table(sizes, prefix, hf_prefix)
     if arch.q_lora_rank is None:
-        table[prefix + "linear_q_proj.weight"] = weights.column(attention + "q_proj.weight", query, sizes.hidden)
+        table[mcore_attention + "linear_q_proj.weight"] = weights.column(
+            hf_attention + "q_proj.weight", query, sizes.hidden
+        )
     else:
         rank = arch.q_lora_rank
-        table[prefix + "linear_q_down_proj.weight"] = weights.column(attention + "q_a_proj.weight", rank, sizes.hidden)
-        table[prefix + "q_layernorm.weight"] = weights.replicated(attention + "q_a_layernorm.weight", rank)
-        table[prefix + "linear_q_up_proj.weight"] = weights.column(attention + "q_b_proj.weight", query, rank)
+        table[mcore_attention + "linear_q_down_proj.weight"] = weights.column(
+            hf_attention + "q_a_proj.weight", rank, sizes.hidden
+        )
+        table[mcore_attention + "q_layernorm.weight"] = weights.replicated(hf_attention + "q_a_layernorm.weight", rank)
+        table[mcore_attention + "linear_q_up_proj.weight"] = weights.column(
+            hf_attention + "q_b_proj.weight", query, rank
+        )
     down = latent + arch.qk_pos_emb_head_dim
     up = sizes.heads * (arch.qk_head_dim + arch.v_head_dim)
     table |= {
-        prefix + "linear_kv_down_proj.weight": weights.column(
-            attention + "kv_a_proj_with_mqa.weight", down, sizes.hidden
+        mcore_attention + "linear_kv_down_proj.weight": weights.column(
+            hf_attention + "kv_a_proj_with_mqa.weight", down, sizes.hidden
         ),
-        prefix + "kv_layernorm.weight": weights.replicated(attention + "kv_a_layernorm.weight", latent),
-        prefix + "linear_kv_up_proj.weight": weights.column(attention + "kv_b_proj.weight", up, latent),
-        prefix + "linear_proj.weight": weights.row(
-            attention + "o_proj.weight", sizes.hidden, sizes.heads * arch.v_head_dim
+        mcore_attention + "kv_layernorm.weight": weights.replicated(hf_attention + "kv_a_layernorm.weight", latent),
+        mcore_attention + "linear_kv_up_proj.weight": weights.column(hf_attention + "kv_b_proj.weight", up, latent),
+        mcore_attention + "linear_proj.weight": weights.row(
+            hf_attention + "o_proj.weight", sizes.hidden, sizes.heads * arch.v_head_dim
         ),
     }
-    return {**table, **llama.mlp_of_layer(arch, sizes, ours, theirs, shared="shared_experts")}
+    return {**table, **llama.mlp_of_layer(arch, sizes, prefix, hf_prefix, shared="shared_experts")}
 
 
 def latent_table(arch: ArchConfig) -> Table:

@@ -59,10 +59,12 @@ def gemma_config(arch: ArchConfig) -> Values:
     return {**values, "hidden_activation": ACTIVATION, "pad_token_id": None}
 
 
-def _norms(sizes: Sizes, ours: str, theirs: str) -> Table:
+def _norms(sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
     names = {"input_layernorm.weight": "input_layernorm", "pre_mlp_layernorm.weight": "pre_feedforward_layernorm"}
-    before = {ours + name: weights.replicated(f"{theirs}{norm}.weight", sizes.hidden) for name, norm in names.items()}
-    return {**before, **llama.norm_after_table(sizes, ours, theirs)}
+    before = {
+        prefix + name: weights.replicated(f"{hf_prefix}{norm}.weight", sizes.hidden) for name, norm in names.items()
+    }
+    return {**before, **llama.norm_after_table(sizes, prefix, hf_prefix)}
 
 
 gemma_table = partial(llama.decoder_table, layer=partial(llama.decoder_layer, norms=_norms))

@@ -69,30 +69,30 @@ def _table(arch: ArchConfig) -> Table:
         "embedding.position_embeddings.weight": weights.replicated("transformer.wpe.weight", positions, hidden),
     }
 
-    def norm(ours: str, theirs: str) -> None:
+    def norm(prefix: str, hf_prefix: str) -> None:
         for kind in ("weight", "bias"):
-            table[f"{ours}.{kind}"] = weights.replicated(f"{theirs}.{kind}", hidden)
+            table[f"{prefix}.{kind}"] = weights.replicated(f"{hf_prefix}.{kind}", hidden)
 
-    def column(ours: str, theirs: str) -> None:
-        table[f"{ours}.weight"] = weights.transposed(weights.column(f"{theirs}.weight", ffn, hidden))
-        table[f"{ours}.bias"] = weights.column(f"{theirs}.bias", ffn)
+    def column(prefix: str, hf_prefix: str) -> None:
+        table[f"{prefix}.weight"] = weights.transposed(weights.column(f"{hf_prefix}.weight", ffn, hidden))
+        table[f"{prefix}.bias"] = weights.column(f"{hf_prefix}.bias", ffn)
 
-    def row(ours: str, theirs: str, columns: int) -> None:
-        table[f"{ours}.weight"] = weights.transposed(weights.row(f"{theirs}.weight", hidden, columns))
-        table[f"{ours}.bias"] = weights.replicated(f"{theirs}.bias", hidden)
+    def row(prefix: str, hf_prefix: str, columns: int) -> None:
+        table[f"{prefix}.weight"] = weights.transposed(weights.row(f"{hf_prefix}.weight", hidden, columns))
+        table[f"{prefix}.bias"] = weights.replicated(f"{hf_prefix}.bias", hidden)
 
     heads = (sizes.heads, sizes.groups, sizes.width)
     for number in range(arch.num_layers):
-        ours, theirs = f"decoder.layers.{number}.", f"transformer.h.{number}."
-        norm(ours + "input_layernorm", theirs + "ln_1")
-        qkv, fused = ours + "self_attention.linear_qkv", theirs + "attn.c_attn"
+        prefix, hf_prefix = f"decoder.layers.{number}.", f"transformer.h.{number}."
+        norm(prefix + "input_layernorm", hf_prefix + "ln_1")
+        qkv, fused = prefix + "self_attention.linear_qkv", hf_prefix + "attn.c_attn"
         weight = weights.query_key_value(*(3 * (f"{fused}.weight",)), *heads, hidden)
         table[f"{qkv}.weight"] = weights.transposed(weight)
         table[f"{qkv}.bias"] = weights.query_key_value(*(3 * (f"{fused}.bias",)), *heads)
-        row(ours + "self_attention.linear_proj", theirs + "attn.c_proj", hidden)
-        norm(ours + "pre_mlp_layernorm", theirs + "ln_2")
-        column(ours + "mlp.linear_fc1", theirs + "mlp.c_fc")
-        row(ours + "mlp.linear_fc2", theirs + "mlp.c_proj", ffn)
+        row(prefix + "self_attention.linear_proj", hf_prefix + "attn.c_proj", hidden)
+        norm(prefix + "pre_mlp_layernorm", hf_prefix + "ln_2")
+        column(prefix + "mlp.linear_fc1", hf_prefix + "mlp.c_fc")
+        row(prefix + "mlp.linear_fc2", hf_prefix + "mlp.c_proj", ffn)
     norm("decoder.final_layernorm", "transformer.ln_f")
     if arch.untie_embeddings_and_output_weights:
         table["output_layer.weight"] = weights.vocabulary("lm_head.weight", sizes.vocab, hidden)

@@ -62,21 +62,21 @@ def _config_values(arch: ArchConfig) -> Values:
     }
 
 
-def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    sinks = ours + "self_attention.core_attention.softmax_offset"
-    table = llama.decoder_layer(arch, sizes, ours, theirs, mlp=_experts_table)
-    return {**table, sinks: weights.column(theirs + "self_attn.sinks", sizes.heads)}
+def _layer(arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
+    sinks = prefix + "self_attention.core_attention.softmax_offset"
+    table = llama.decoder_layer(arch, sizes, prefix, hf_prefix, mlp=_experts_table)
+    return {**table, sinks: weights.column(hf_prefix + "self_attn.sinks", sizes.heads)}
 
 
-def _experts_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+def _experts_table(arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
     assert arch.num_experts is not None
-    hidden, ours, theirs = sizes.hidden, ours + "mlp.", theirs + "mlp."
+    hidden, prefix, hf_prefix = sizes.hidden, prefix + "mlp.", hf_prefix + "mlp."
     table = {
-        ours + "router.weight": weights.replicated(theirs + "router.weight", arch.num_experts, hidden),
-        ours + "router.bias": weights.replicated(theirs + "router.bias", arch.num_experts),
+        prefix + "router.weight": weights.replicated(hf_prefix + "router.weight", arch.num_experts, hidden),
+        prefix + "router.bias": weights.replicated(hf_prefix + "router.bias", arch.num_experts),
     }
     ffn = moe_ffn_hidden_size(arch)
-    gate_up, down = theirs + "experts.gate_up_proj", theirs + "experts.down_proj"
+    gate_up, down = hf_prefix + "experts.gate_up_proj", hf_prefix + "experts.down_proj"
     parts = {
         "linear_fc1.weight": weights.interleaved(weights.transposed(weights.column(gate_up, 2 * ffn, hidden))),
         "linear_fc1.bias": weights.interleaved(weights.column(gate_up + "_bias", 2 * ffn)),
@@ -84,7 +84,7 @@ def _experts_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Ta
         "linear_fc2.bias": weights.replicated(down + "_bias", hidden),
     }
     for number in range(arch.num_experts):
-        table |= {f"{ours}experts.{number}.{name}": weights.stacked(part, number) for name, part in parts.items()}
+        table |= {f"{prefix}experts.{number}.{name}": weights.stacked(part, number) for name, part in parts.items()}
     return table
 
 

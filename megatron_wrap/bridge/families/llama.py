@@ -45,48 +45,48 @@ def decoder_table(arch: ArchConfig, layer: LayerTable) -> Table:
     return table
 
 
-def attention_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+def attention_table(arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
     """Attention with separate q, k and v projections, and the norm before it."""
-    ours, projections = ours + "self_attention.", theirs + "self_attn."
+    prefix, projections = prefix + "self_attention.", hf_prefix + "self_attn."
     q, k, v, o = (f"{projections}{letter}_proj" for letter in "qkvo")
     inner = sizes.heads * sizes.width
     heads = (sizes.heads, sizes.groups, sizes.width)
     fused = weights.gated_query_key_value if arch.attention_output_gate else weights.query_key_value
     table = {
-        ours + "linear_qkv.weight": fused(f"{q}.weight", f"{k}.weight", f"{v}.weight", *heads, sizes.hidden),
-        ours + "linear_proj.weight": weights.row(f"{o}.weight", sizes.hidden, inner),
+        prefix + "linear_qkv.weight": fused(f"{q}.weight", f"{k}.weight", f"{v}.weight", *heads, sizes.hidden),
+        prefix + "linear_proj.weight": weights.row(f"{o}.weight", sizes.hidden, inner),
     }
     if arch.add_qkv_bias or arch.add_bias_linear:
-        table[ours + "linear_qkv.bias"] = fused(f"{q}.bias", f"{k}.bias", f"{v}.bias", *heads)
+        table[prefix + "linear_qkv.bias"] = fused(f"{q}.bias", f"{k}.bias", f"{v}.bias", *heads)
     if arch.add_bias_linear:
-        table[ours + "linear_proj.bias"] = weights.replicated(f"{o}.bias", sizes.hidden)
+        table[prefix + "linear_proj.bias"] = weights.replicated(f"{o}.bias", sizes.hidden)
     if arch.qk_layernorm:
         for letter, count in (("q", sizes.heads), ("k", sizes.groups)):
             name = f"{projections}{letter}_norm.weight"
             of_head = arch.qk_layernorm_type == "per_head"
             norm = weights.replicated(name, sizes.width) if of_head else weights.column(name, count * sizes.width)
-            table[f"{ours}{letter}_layernorm.weight"] = norm
+            table[f"{prefix}{letter}_layernorm.weight"] = norm
     return table
 
 
-def mlp_table(ffn: int, arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+def mlp_table(ffn: int, arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
     """A gated MLP of intermediate size `ffn` from gate_proj, up_proj and down_proj."""
-    gate, up, down = (f"{theirs}{name}_proj" for name in ("gate", "up", "down"))
+    gate, up, down = (f"{hf_prefix}{name}_proj" for name in ("gate", "up", "down"))
     table = {
-        ours + "linear_fc1.weight": weights.gated(f"{gate}.weight", f"{up}.weight", ffn, sizes.hidden),
-        ours + "linear_fc2.weight": weights.row(f"{down}.weight", sizes.hidden, ffn),
+        prefix + "linear_fc1.weight": weights.gated(f"{gate}.weight", f"{up}.weight", ffn, sizes.hidden),
+        prefix + "linear_fc2.weight": weights.row(f"{down}.weight", sizes.hidden, ffn),
     }
     if arch.add_bias_linear:
-        table[ours + "linear_fc1.bias"] = weights.gated(f"{gate}.bias", f"{up}.bias", ffn)
-        table[ours + "linear_fc2.bias"] = weights.replicated(f"{down}.bias", sizes.hidden)
+        table[prefix + "linear_fc1.bias"] = weights.gated(f"{gate}.bias", f"{up}.bias", ffn)
+        table[prefix + "linear_fc2.bias"] = weights.replicated(f"{down}.bias", sizes.hidden)
     return table
 
 
 def experts_table(
     arch: ArchConfig,
     sizes: Sizes,
-    ours: str,
-    theirs: str,
+    prefix: str,
+    hf_prefix: str,
     *,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     shared: str = "shared_expert",
@@ -99,56 +99,62 @@ def experts_table(
         shared: name of the shared experts; their gate is `{shared}_gate`.
     """
     assert arch.num_experts is not None
-    table: Table = {ours + "router.weight": weights.replicated(theirs + "gate.weight", arch.num_experts, sizes.hidden)}
+    table: Table = {
+        prefix + "router.weight": weights.replicated(hf_prefix + "gate.weight", arch.num_experts, sizes.hidden)
+    }
     if arch.moe_router_enable_expert_bias:
-        bias = weights.replicated(theirs + "gate.e_score_correction_bias", arch.num_experts)
-        table[ours + "router.expert_bias"] = weights.in_fp32(bias)
+        bias = weights.replicated(hf_prefix + "gate.e_score_correction_bias", arch.num_experts)
+        table[prefix + "router.expert_bias"] = weights.in_fp32(bias)
     ffn = moe_ffn_hidden_size(arch)
     for number in range(arch.num_experts):
-        gate, up, down = (f"{theirs}experts.{number}.{name}.weight" for name in names)
-        expert = f"{ours}experts.{number}."
+        gate, up, down = (f"{hf_prefix}experts.{number}.{name}.weight" for name in names)
+        expert = f"{prefix}experts.{number}."
         table[expert + "linear_fc1.weight"] = weights.gated(gate, up, ffn, sizes.hidden)
         table[expert + "linear_fc2.weight"] = weights.row(down, sizes.hidden, ffn)
     shared_ffn = arch.moe_shared_expert_intermediate_size
     if shared_ffn is not None:
-        table |= mlp_table(shared_ffn, arch, sizes, ours + "shared_experts.", f"{theirs}{shared}.")
+        table |= mlp_table(shared_ffn, arch, sizes, prefix + "shared_experts.", f"{hf_prefix}{shared}.")
         if arch.moe_shared_expert_gate:
-            gate = f"{theirs}{shared}_gate.weight"
-            table[ours + "shared_experts.gate_weight"] = weights.replicated(gate, 1, sizes.hidden)
+            gate = f"{hf_prefix}{shared}_gate.weight"
+            table[prefix + "shared_experts.gate_weight"] = weights.replicated(gate, 1, sizes.hidden)
     return table
 
 
-def mlp_of_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, *, shared: str = "shared_expert") -> Table:
-    """The MLP of the layer with the prefixes `ours` and `theirs`, dense or MoE; `shared` as for `experts_table`.
+def mlp_of_layer(
+    arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str, *, shared: str = "shared_expert"
+) -> Table:
+    """The MLP of the layer with the prefixes `prefix` and `hf_prefix`, dense or MoE; `shared` as for `experts_table`.
     Layers for multi-token prediction are like the decoder's last."""
-    ours_mlp, theirs_mlp = ours + "mlp.", theirs + "mlp."
-    if moe_layer_pattern(arch)[int(ours.split(".")[2]) if ours.startswith("decoder.") else -1]:
+    ours_mlp, theirs_mlp = prefix + "mlp.", hf_prefix + "mlp."
+    if moe_layer_pattern(arch)[int(prefix.split(".")[2]) if prefix.startswith("decoder.") else -1]:
         return experts_table(arch, sizes, ours_mlp, theirs_mlp, shared=shared)
     return mlp_table(sizes.ffn, arch, sizes, ours_mlp, theirs_mlp)
 
 
-def norm_table(sizes: Sizes, ours: str, theirs: str) -> Table:
+def norm_table(sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
     """The two norms of a layer, before attention and MLP."""
     return {
-        ours + "input_layernorm.weight": weights.replicated(theirs + "input_layernorm.weight", sizes.hidden),
-        ours + "pre_mlp_layernorm.weight": weights.replicated(theirs + "post_attention_layernorm.weight", sizes.hidden),
+        prefix + "input_layernorm.weight": weights.replicated(hf_prefix + "input_layernorm.weight", sizes.hidden),
+        prefix + "pre_mlp_layernorm.weight": weights.replicated(
+            hf_prefix + "post_attention_layernorm.weight", sizes.hidden
+        ),
     }
 
 
-def norm_after_table(sizes: Sizes, ours: str, theirs: str) -> Table:
+def norm_after_table(sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
     """The two norms of a layer for the outputs of attention and MLP."""
-    attention, mlp = theirs + "post_attention_layernorm.weight", theirs + "post_feedforward_layernorm.weight"
+    attention, mlp = hf_prefix + "post_attention_layernorm.weight", hf_prefix + "post_feedforward_layernorm.weight"
     return {
-        ours + "self_attn_bda.norm.weight": weights.replicated(attention, sizes.hidden),
-        ours + "mlp_bda.norm.weight": weights.replicated(mlp, sizes.hidden),
+        prefix + "self_attn_bda.norm.weight": weights.replicated(attention, sizes.hidden),
+        prefix + "mlp_bda.norm.weight": weights.replicated(mlp, sizes.hidden),
     }
 
 
 def decoder_layer(
     arch: ArchConfig,
     sizes: Sizes,
-    ours: str,
-    theirs: str,
+    prefix: str,
+    hf_prefix: str,
     *,
     norms: Callable[[Sizes, str, str], Table] = norm_table,
     attention: LayerTable = attention_table,
@@ -156,9 +162,9 @@ def decoder_layer(
 ) -> Table:
     """The table of a layer; a family passes the parts in which it differs from Llama."""
     return {
-        **norms(sizes, ours, theirs),
-        **attention(arch, sizes, ours, theirs),
-        **mlp(arch, sizes, ours, theirs),
+        **norms(sizes, prefix, hf_prefix),
+        **attention(arch, sizes, prefix, hf_prefix),
+        **mlp(arch, sizes, prefix, hf_prefix),
     }
 
 

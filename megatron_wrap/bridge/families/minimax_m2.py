@@ -51,11 +51,11 @@ def _config_values(arch: ArchConfig) -> Values:
     }
 
 
-def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+def _layer(arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
     assert arch.num_experts is not None
-    bias = weights.replicated(theirs + "block_sparse_moe.e_score_correction_bias", arch.num_experts)
-    table = llama.decoder_layer(arch, sizes, ours, theirs, mlp=block_sparse_moe)
-    return {**table, ours + "mlp.router.expert_bias": weights.in_fp32(bias)}
+    bias = weights.replicated(hf_prefix + "block_sparse_moe.e_score_correction_bias", arch.num_experts)
+    table = llama.decoder_layer(arch, sizes, prefix, hf_prefix, mlp=block_sparse_moe)
+    return {**table, prefix + "mlp.router.expert_bias": weights.in_fp32(bias)}
 
 
 FAMILY = Family(

@@ -48,15 +48,15 @@ def _config_values(arch: ArchConfig) -> Values:
     }
 
 
-def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    table = latent_layer(arch, sizes, ours, theirs)
-    if not moe_layer_pattern(arch)[int(ours.split(".")[2])]:
+def _layer(arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
+    table = latent_layer(arch, sizes, prefix, hf_prefix)
+    if not moe_layer_pattern(arch)[int(prefix.split(".")[2])]:
         return table
-    ffn, experts = moe_ffn_hidden_size(arch), theirs + "mlp.experts."
+    ffn, experts = moe_ffn_hidden_size(arch), hf_prefix + "mlp.experts."
     gate_up = weights.gated(experts + "gate_up_proj", experts + "gate_up_proj", ffn, sizes.hidden)
     down = weights.row(experts + "down_proj", sizes.hidden, ffn)
     for number in range(arch.num_experts or 0):  # all experts of a layer are in one tensor
-        expert = f"{ours}mlp.experts.{number}."
+        expert = f"{prefix}mlp.experts.{number}."
         table[expert + "linear_fc1.weight"] = weights.stacked(gate_up, number)
         table[expert + "linear_fc2.weight"] = weights.stacked(down, number)
     return table

@@ -24,9 +24,9 @@ def _config_values(arch: ArchConfig) -> Values:
     return {**common_keys.decoder_config(arch), **window_config(arch), **experts}
 
 
-def block_sparse_moe(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
+def block_sparse_moe(arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
     """The table of a layer's experts."""
-    return llama.experts_table(arch, sizes, ours + "mlp.", theirs + "block_sparse_moe.", names=("w1", "w3", "w2"))
+    return llama.experts_table(arch, sizes, prefix + "mlp.", hf_prefix + "block_sparse_moe.", names=("w1", "w3", "w2"))
 
 
 _table = partial(llama.decoder_table, layer=partial(llama.decoder_layer, mlp=block_sparse_moe))

@@ -65,18 +65,18 @@ def _config_values(arch: ArchConfig) -> Values:
     return {**values, **dropouts, **limits, **window_config(arch), "pad_token_id": None}
 
 
-def _layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str) -> Table:
-    attention, mlp = theirs + "self_attn.", theirs + "mlp."
+def _layer(arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str) -> Table:
+    attention, mlp = hf_prefix + "self_attn.", hf_prefix + "mlp."
     qkv, gate_up = attention + "qkv_proj.weight", mlp + "gate_up_proj.weight"
     inner = sizes.heads * sizes.width
     return {
-        **llama.norm_table(sizes, ours, theirs),
-        ours + "self_attention.linear_qkv.weight": weights.query_key_value(
+        **llama.norm_table(sizes, prefix, hf_prefix),
+        prefix + "self_attention.linear_qkv.weight": weights.query_key_value(
             qkv, qkv, qkv, sizes.heads, sizes.groups, sizes.width, sizes.hidden
         ),
-        ours + "self_attention.linear_proj.weight": weights.row(attention + "o_proj.weight", sizes.hidden, inner),
-        ours + "mlp.linear_fc1.weight": weights.gated(gate_up, gate_up, sizes.ffn, sizes.hidden),
-        ours + "mlp.linear_fc2.weight": weights.row(mlp + "down_proj.weight", sizes.hidden, sizes.ffn),
+        prefix + "self_attention.linear_proj.weight": weights.row(attention + "o_proj.weight", sizes.hidden, inner),
+        prefix + "mlp.linear_fc1.weight": weights.gated(gate_up, gate_up, sizes.ffn, sizes.hidden),
+        prefix + "mlp.linear_fc2.weight": weights.row(mlp + "down_proj.weight", sizes.hidden, sizes.ffn),
     }
 
 

@@ -25,9 +25,9 @@ def prediction_table(arch: ArchConfig, layer: LayerTable) -> Table:
     """
     table: Table = {}
     for number in range(arch.mtp_num_layers or 0):
-        theirs = f"model.layers.{arch.num_layers + number}."
-        names = {name: theirs + name for name in ("enorm", "hnorm", "eh_proj")}
-        table |= _table(arch, layer, number, theirs, {**names, "final_layernorm": theirs + "shared_head.norm"})
+        hf_prefix = f"model.layers.{arch.num_layers + number}."
+        names = {name: hf_prefix + name for name in ("enorm", "hnorm", "eh_proj")}
+        table |= _table(arch, layer, number, hf_prefix, {**names, "final_layernorm": hf_prefix + "shared_head.norm"})
     return table
 
 
@@ -58,24 +58,24 @@ def single_prediction_table(arch: ArchConfig, layer: LayerTable) -> Table:
     return _table(arch, layer, 0, "mtp.layers.0.", names)
 
 
-def _table(arch: ArchConfig, layer: LayerTable, number: int, theirs: str, names: Mapping[str, str]) -> Table:
+def _table(arch: ArchConfig, layer: LayerTable, number: int, hf_prefix: str, names: Mapping[str, str]) -> Table:
     """The table of one layer.
 
     Args:
-        theirs: prefix of the transformer layer's tensors.
+        hf_prefix: prefix of the transformer layer's tensors.
         names: Megatron-Core's name -> Hugging Face's name of each norm and of the projection.
     """
-    sizes, ours = Sizes.of(arch), f"mtp_block.layers.{number}."
+    sizes, prefix = Sizes.of(arch), f"mtp_block.layers.{number}."
 
     def norm(name: str) -> Table:
-        return {f"{ours}{name}.weight": weights.replicated(f"{names[name]}.weight", sizes.hidden)}
+        return {f"{prefix}{name}.weight": weights.replicated(f"{names[name]}.weight", sizes.hidden)}
 
     projection = weights.column(f"{names['eh_proj']}.weight", sizes.hidden, 2 * sizes.hidden)
     return {
         **norm("enorm"),
         **norm("hnorm"),
-        f"{ours}eh_proj.weight": projection,
-        **layer(arch, sizes, f"{ours}transformer_layer.", theirs),
+        f"{prefix}eh_proj.weight": projection,
+        **layer(arch, sizes, f"{prefix}transformer_layer.", hf_prefix),
         **norm("final_layernorm"),
     }
 

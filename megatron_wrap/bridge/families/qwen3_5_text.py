@@ -12,16 +12,16 @@ from megatron_wrap.bridge.mapping.tensors import Run
 from megatron_wrap.config.schema.model import ArchConfig
 
 
-def in_proj(arch: ArchConfig, theirs: str, hidden: int) -> WeightMapping:
+def in_proj(arch: ArchConfig, hf_prefix: str, hidden: int) -> WeightMapping:
     """The input projection as one tensor for queries, keys and values, and one each for betas, decays and gates, with
     rows ordered by head."""
     heads = qwen3_next.values_per_key(arch)
     gates = heads * arch.linear_value_head_dim
     parts = [
-        *qwen3_next.convolved_parts(arch, theirs + "in_proj_qkv.weight"),
-        (Run(theirs + "in_proj_b.weight", 0, heads), heads),
-        (Run(theirs + "in_proj_a.weight", 0, heads), heads),
-        (Run(theirs + "in_proj_z.weight", 0, gates), gates),
+        *qwen3_next.convolved_parts(arch, hf_prefix + "in_proj_qkv.weight"),
+        (Run(hf_prefix + "in_proj_b.weight", 0, heads), heads),
+        (Run(hf_prefix + "in_proj_a.weight", 0, heads), heads),
+        (Run(hf_prefix + "in_proj_z.weight", 0, gates), gates),
     ]
     return weights.by_head(parts, arch.linear_num_key_heads, hidden)
 

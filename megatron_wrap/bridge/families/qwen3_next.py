@@ -65,26 +65,26 @@ Projection = Callable[[ArchConfig, str, int], WeightMapping]
 """(arch, prefix of the layer's tensors, hidden size) -> the mapping of `in_proj`."""
 
 
-def hybrid_layer(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, *, in_proj: Projection) -> Table:
+def hybrid_layer(arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str, *, in_proj: Projection) -> Table:
     """The table of a layer of either kind."""
-    is_linear = ours.startswith("decoder.") and linear_layer_pattern(arch)[int(ours.split(".")[2])]
+    is_linear = prefix.startswith("decoder.") and linear_layer_pattern(arch)[int(prefix.split(".")[2])]
     attention = partial(_linear_table, in_proj=in_proj) if is_linear else llama.attention_table
-    return llama.decoder_layer(arch, sizes, ours, theirs, attention=attention)
+    return llama.decoder_layer(arch, sizes, prefix, hf_prefix, attention=attention)
 
 
-def _linear_table(arch: ArchConfig, sizes: Sizes, ours: str, theirs: str, in_proj: Projection) -> Table:
-    ours, theirs = ours + "self_attention.", theirs + "linear_attn."
+def _linear_table(arch: ArchConfig, sizes: Sizes, prefix: str, hf_prefix: str, in_proj: Projection) -> Table:
+    prefix, hf_prefix = prefix + "self_attention.", hf_prefix + "linear_attn."
     heads, width = arch.linear_num_value_heads, arch.linear_value_head_dim
     convolved = weights.by_head(
-        convolved_parts(arch, theirs + "conv1d.weight"), arch.linear_num_key_heads, arch.linear_conv_kernel_dim
+        convolved_parts(arch, hf_prefix + "conv1d.weight"), arch.linear_num_key_heads, arch.linear_conv_kernel_dim
     )
     return {
-        ours + "in_proj.weight": in_proj(arch, theirs, sizes.hidden),
-        ours + "conv_weight": weights.depthwise(convolved),
-        ours + "A_log": weights.column(theirs + "A_log", heads),
-        ours + "dt_bias": weights.column(theirs + "dt_bias", heads),
-        ours + "norm_weight": weights.replicated(theirs + "norm.weight", width),
-        ours + "out_proj.weight": weights.row(theirs + "out_proj.weight", sizes.hidden, heads * width),
+        prefix + "in_proj.weight": in_proj(arch, hf_prefix, sizes.hidden),
+        prefix + "conv_weight": weights.depthwise(convolved),
+        prefix + "A_log": weights.column(hf_prefix + "A_log", heads),
+        prefix + "dt_bias": weights.column(hf_prefix + "dt_bias", heads),
+        prefix + "norm_weight": weights.replicated(hf_prefix + "norm.weight", width),
+        prefix + "out_proj.weight": weights.row(hf_prefix + "out_proj.weight", sizes.hidden, heads * width),
     }
 
 
@@ -104,12 +104,12 @@ def values_per_key(arch: ArchConfig) -> int:
     return arch.linear_num_value_heads // arch.linear_num_key_heads
 
 
-def _in_proj(arch: ArchConfig, theirs: str, hidden: int) -> WeightMapping:
+def _in_proj(arch: ArchConfig, hf_prefix: str, hidden: int) -> WeightMapping:
     """The input projection as two tensors with rows ordered by key head: query, key, values, gates; betas, decays."""
     heads = values_per_key(arch)
     gates = heads * arch.linear_value_head_dim
     convolved = 2 * arch.linear_key_head_dim + gates
-    qkvz, ba = theirs + "in_proj_qkvz.weight", theirs + "in_proj_ba.weight"
+    qkvz, ba = hf_prefix + "in_proj_qkvz.weight", hf_prefix + "in_proj_ba.weight"
     parts = [
         (Run(qkvz, 0, convolved), convolved + gates),
         (Run(ba, 0, 2 * heads), 2 * heads),

@@ -17,7 +17,7 @@ from io import FileIO
 import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.loading.folder_tensors import StoredTensor, not_finite
+from megatron_wrap.bridge.loading.folder_tensors import FolderTensor, not_finite
 from megatron_wrap.errors import CheckpointError
 
 _DTYPES = {
@@ -46,7 +46,7 @@ class DeviceReader:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._buffers: dict[int, Iterator[_Buffer]] = {}
         """Identity of a thread -> its buffers, in turn."""
-        self._extremes: list[tuple[StoredTensor, Tensor]] = []
+        self._extremes: list[tuple[FolderTensor, Tensor]] = []
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -54,7 +54,7 @@ class DeviceReader:
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
             yield
 
-    def read(self, entry: StoredTensor, index: tuple[slice, ...]) -> Tensor | None:
+    def read(self, entry: FolderTensor, index: tuple[slice, ...]) -> Tensor | None:
         """A slice on the device, complete once the stream has executed its copy. None if the slice is not contiguous in
         the file for each index of its first dimension, if its ranges are so small that a memory map is faster, or if
         the file has another format.
@@ -79,7 +79,7 @@ class DeviceReader:
                     next(buffers).pass_on(file, part, self._stream)
         return values.view(dtype).view(shape)
 
-    def check_later(self, entry: StoredTensor, values: Tensor) -> None:
+    def check_later(self, entry: FolderTensor, values: Tensor) -> None:
         """Let `finish` raise if a value is NaN or infinity."""
         if values.numel():  # NaN is propagated; isfinite().all() reads and writes five times as much memory
             self._extremes.append((entry, torch.stack(values.aminmax())))

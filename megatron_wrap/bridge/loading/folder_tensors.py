@@ -14,7 +14,7 @@ from megatron_wrap.inside_folder import leaves_folder
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FolderTensor:
     """One tensor of a folder."""
 
     file: Path
@@ -28,21 +28,21 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class ExpertOfStack(StoredTensor):
+class ExpertOfStack(FolderTensor):
     """A weight of one expert within a tensor of all experts of a layer. `name` and `shape` are those of the weight."""
 
-    stack: StoredTensor
+    stack: FolderTensor
     index: int
     """Index of the expert in the stack."""
     first_row: int
     """First row of the weight in the expert's part of the stack."""
 
 
-def without_stacks(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def without_stacks(folder_tensors: Mapping[str, FolderTensor]) -> dict[str, FolderTensor]:
     """The tensors of a folder by their names, in which each expert of `experts.gate_up_proj` [E, 2 f, h] and
     `experts.down_proj` [E, h, f] has separate tensors."""
-    tensors: dict[str, StoredTensor] = {}
-    for name, entry in stored.items():
+    tensors: dict[str, FolderTensor] = {}
+    for name, entry in folder_tensors.items():
         owner, _, part = name.rpartition(".")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part, ())
         if not parts or len(entry.shape) != 3 or not owner.endswith(".experts"):
@@ -66,7 +66,7 @@ def refuse_unless_in_folder(file: Path) -> None:
         raise CheckpointError(f"{file.parent} {reason}; give the folder that contains the file, or copy it")
 
 
-def stored_tensors(file: Path) -> dict[str, StoredTensor]:
+def file_tensors(file: Path) -> dict[str, FolderTensor]:
     """The tensors of a safetensors file by their names, from its header.
 
     Raises:
@@ -81,7 +81,7 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             starts = _starts(file)
             return {
-                name: StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape()), start=starts[name])
+                name: FolderTensor(file, name, part.get_dtype(), tuple(part.get_shape()), start=starts[name])
                 for name, part in slices.items()
             }
     except SafetensorError as error:
@@ -92,7 +92,7 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from error
 
 
-def not_finite(tensor: StoredTensor) -> CheckpointError:
+def not_finite(tensor: FolderTensor) -> CheckpointError:
     """The error for a tensor with NaN or infinity."""
     return CheckpointError(
         f"{tensor.file}: {tensor.name} contains NaN or infinity; the model was damaged before it was saved, so take "

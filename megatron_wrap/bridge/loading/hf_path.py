@@ -14,8 +14,7 @@ from megatron_wrap.bridge.mapping.family import family_of_model
 from megatron_wrap.config.hugging_face import CONFIG_FILES, HF_PATH, read_generation_config, read_hugging_face_config
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.data.chat.new_tokens import NewTokens, new_tokens
-from megatron_wrap.data.chat.tokenizer import load_tokenizer, run_tokenizer
+from megatron_wrap.data.chat.tokenizer import NewTokens, load_tokenizer, new_tokens, run_tokenizer
 from megatron_wrap.errors import CheckpointError, DataError, UnsupportedModel
 
 
@@ -85,5 +84,9 @@ def folder_arch(config: RunConfig) -> ArchConfig:
     """The architecture with the vocabulary of the folder, which the model's may exceed."""
     assert config.model_provider.hf_path is not None
     size = read_hugging_face_config(config.model_provider.hf_path).values.get("vocab_size")
-    ours = config.arch.vocab_size
-    return replace(config.arch, vocab_size=size) if isinstance(size, int) and ours and size < ours else config.arch
+    vocab_size = config.arch.vocab_size
+    return (
+        replace(config.arch, vocab_size=size)
+        if isinstance(size, int) and vocab_size and size < vocab_size
+        else config.arch
+    )

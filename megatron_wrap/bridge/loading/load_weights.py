@@ -17,7 +17,7 @@ from megatron_wrap.bridge.loading.weight_folder import WeightFolder
 from megatron_wrap.bridge.mapping.model_parameters import BLOCK_BYTES, blocks, local_pieces, mapped_parameters, view_of
 from megatron_wrap.bridge.mapping.tensors import Piece, Region
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.data.chat.new_tokens import NewTokens
+from megatron_wrap.data.chat.tokenizer import NewTokens
 from megatron_wrap.model.fp8_parameters import writable
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.parallel.state import Axis, ParallelState
@@ -63,20 +63,20 @@ def load_weights(chunk: torch.nn.Module, arch: ArchConfig, folder: WeightFolder,
     device = next(chunk.parameters()).device
     reader = DeviceReader(device) if device.type == "cuda" else None
 
-    def stored(parts: _Parts) -> list[Tensor]:
+    def slices(parts: _Parts) -> list[Tensor]:
         with contextlib.nullcontext() if reader is None else reader.on_stream():
-            return folder.stored(parts[0].piece.name, _region(parts), reader)
+            return folder.slices(parts[0].piece.name, _region(parts), reader)
 
     most, threads = (1, 1) if reader is None else (_GPU_BLOCKS, threads_of_rank(READERS))
     reads = _reads(_parts(chunk, arch, folder, parallel), most * BLOCK_BYTES)
     # threads only read, since they would wait for each other's calls to queue what the device computes
-    stored_reads = map_ahead(stored, reads, threads)
-    for _, of_parameter in itertools.groupby(stored_reads, key=lambda entry: entry[0][0].name):
+    reads_with_slices = map_ahead(slices, reads, threads)
+    for _, of_parameter in itertools.groupby(reads_with_slices, key=lambda entry: entry[0][0].name):
         with contextlib.ExitStack() as stack:
             written: dict[str, Tensor] = {}
-            for parts, of_files in of_parameter:
+            for parts, slices_of_files in of_parameter:
                 dtype = parts[0].parameter.dtype
-                block = folder.values(parts[0].piece.name, _region(parts), of_files, reader, dtype)
+                block = folder.assemble(parts[0].piece.name, _region(parts), slices_of_files, reader, dtype)
                 for part in parts:
                     if part.name not in written:
                         written[part.name] = stack.enter_context(writable(part.parameter))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_wrap.bridge.loading.folder_tensors import StoredTensor
+from megatron_wrap.bridge.loading.folder_tensors import FolderTensor
 from megatron_wrap.bridge.mapping.tensors import Region
 from megatron_wrap.config.quantization import Quantization
 from megatron_wrap.errors import CheckpointError
@@ -37,28 +37,28 @@ _ADVICE = "download the folder again, or use weights in bf16"
 
 
 @dataclass(frozen=True)
-class QuantizedTensor(StoredTensor):
-    """A tensor that is computed from two stored ones. `name`, `shape` and `dtype` are those of the dequantized
-    tensor."""
+class QuantizedTensor(FolderTensor):
+    """A tensor that is computed from two tensors of files. `name`, `shape` and `dtype` are those of the
+    dequantized tensor."""
 
-    values: StoredTensor
-    scales: StoredTensor
+    values: FolderTensor
+    scales: FolderTensor
 
 
-def with_quantized(stored: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, StoredTensor]:
+def with_quantized(folder_tensors: Mapping[str, FolderTensor], quantization: Quantization) -> dict[str, FolderTensor]:
     """The tensors of a folder by their names, with each pair of values and scales as one `QuantizedTensor`.
 
     Raises:
         CheckpointError: scales are missing, or have another shape or dtype.
     """
-    tensors = {name: entry for name, entry in stored.items() if name.rpartition(".")[2] not in _UNREAD}
-    for name, entry in stored.items():
+    tensors = {name: entry for name, entry in folder_tensors.items() if name.rpartition(".")[2] not in _UNREAD}
+    for name, entry in folder_tensors.items():
         if quantization.method == "mxfp4" and name.endswith(_BLOCKS):
             whole = name.removesuffix(_BLOCKS)
-            scales = _scales(stored, name, whole + _BLOCK_SCALES)
+            scales = _scales(folder_tensors, name, whole + _BLOCK_SCALES)
             pair = _mxfp4(whole, entry, scales)
         elif quantization.method != "mxfp4" and entry.dtype in _FP8:
-            scales = _scales(stored, name, name + quantization.scale_suffix)
+            scales = _scales(folder_tensors, name, name + quantization.scale_suffix)
             _check_shape(entry, scales, *_scale_shapes(entry.shape, quantization))
             whole, pair = name, QuantizedTensor(entry.file, entry.name, "F32", entry.shape, entry, scales)
         else:
@@ -69,9 +69,9 @@ def with_quantized(stored: Mapping[str, StoredTensor], quantization: Quantizatio
     return tensors
 
 
-def stored_slices(
+def file_slices(
     tensor: QuantizedTensor, region: Region, quantization: Quantization
-) -> tuple[tuple[StoredTensor, tuple[slice, ...]], ...]:
+) -> tuple[tuple[FolderTensor, tuple[slice, ...]], ...]:
     """The slices of the values and of the scales that `dequantized` needs for a region of the dequantized tensor."""
     if quantization.method == "mxfp4":
         experts, rows, columns = region
@@ -92,29 +92,29 @@ def stored_slices(
 def dequantized(
     tensor: QuantizedTensor,
     region: Region,
-    stored: Sequence[Tensor],
+    slices: Sequence[Tensor],
     quantization: Quantization,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A slice of the dequantized tensor, on the device of the stored ones.
+    """A slice of the dequantized tensor, on the device of the slices.
 
     Args:
         region: of the dequantized tensor.
-        stored: its `stored_slices`.
+        slices: those of its `file_slices`.
         dtype: the one that the caller needs. The slice is in bf16 if the caller needs bf16 and the values are exact in
             it, else in fp32.
     """
-    values, scales = stored
+    values, scales = slices
     if quantization.method == "mxfp4":
         return _from_mxfp4(values, scales, region[1], dtype)
     return _from_fp8(values.float(), _factors(scales), region, quantization)
 
 
-def _scales(stored: Mapping[str, StoredTensor], name: str, scale_name: str) -> StoredTensor:
-    entry = stored[name]
-    if scale_name not in stored:
+def _scales(folder_tensors: Mapping[str, FolderTensor], name: str, scale_name: str) -> FolderTensor:
+    entry = folder_tensors[name]
+    if scale_name not in folder_tensors:
         raise CheckpointError(f"{entry.file}: {name} is quantized, and its scales {scale_name} are missing; {_ADVICE}")
-    scales = stored[scale_name]
+    scales = folder_tensors[scale_name]
     if scales.dtype not in _SCALES:
         raise CheckpointError(f"{scales.file}: {scale_name} has dtype {scales.dtype}, which no scales have; {_ADVICE}")
     return scales
@@ -131,7 +131,7 @@ def _scale_shapes(shape: tuple[int, ...], quantization: Quantization) -> tuple[t
     return ((*shape[:-2], *blocks),)
 
 
-def _check_shape(entry: StoredTensor, scales: StoredTensor, *allowed: tuple[int, ...]) -> None:
+def _check_shape(entry: FolderTensor, scales: FolderTensor, *allowed: tuple[int, ...]) -> None:
     if scales.shape not in allowed:
         raise CheckpointError(
             f"{scales.file}: {scales.name} has shape {list(scales.shape)}, but the scales of {entry.name} "
@@ -139,7 +139,7 @@ def _check_shape(entry: StoredTensor, scales: StoredTensor, *allowed: tuple[int,
         )
 
 
-def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> QuantizedTensor:
+def _mxfp4(name: str, blocks: FolderTensor, scales: FolderTensor) -> QuantizedTensor:
     """The matrices [experts, rows, columns] that are stored transposed, in bytes [experts, columns, rows / 32, 16]."""
     if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[-1] != _BYTES:
         raise CheckpointError(

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 from megatron_wrap.bridge.loading.folder_tensors import (
     LEFT_OUT,
     ExpertOfStack,
-    StoredTensor,
+    FolderTensor,
+    file_tensors,
     not_finite,
     prefix_of,
     refuse_unless_in_folder,
-    stored_tensors,
     text_name,
     without_stacks,
 )
 from megatron_wrap.bridge.loading.quantized_tensors import (
     QuantizedTensor,
     dequantized,
-    stored_slices,
+    file_slices,
     with_quantized,
 )
 from megatron_wrap.bridge.mapping.family import Family
@@ -100,20 +100,20 @@ class WeightFolder:
     ) -> None:
         self.folder, self.family, self.quantization = folder, family, quantization
         self._pickled: dict[Path, dict[str, Any]] = {}
-        stored = self._find(allow_pickle)
+        tensors = self._find(allow_pickle)
         if quantization is not None:
-            stored = with_quantized(stored, quantization)
+            tensors = with_quantized(tensors, quantization)
         if family.splits_stacks:
-            stored = without_stacks(stored)
+            tensors = without_stacks(tensors)
         prefix = family.base_prefix
-        self.text_prefix = prefix_of(stored)
+        self.text_prefix = prefix_of(tensors)
         """Prefix of the language model's tensors in a folder with a vision encoder, which is not read; None if there is
         no vision encoder."""
         if self.text_prefix is not None:
-            stored = {text_name(name): entry for name, entry in stored.items()}
-        elif stored and not any(name.startswith(prefix) for name in stored):
-            stored = {name if name in OUTPUTS else prefix + name: entry for name, entry in stored.items()}
-        self.tensors: Mapping[str, StoredTensor] = stored
+            tensors = {text_name(name): entry for name, entry in tensors.items()}
+        elif tensors and not any(name.startswith(prefix) for name in tensors):
+            tensors = {name if name in OUTPUTS else prefix + name: entry for name, entry in tensors.items()}
+        self.tensors: Mapping[str, FolderTensor] = tensors
 
     def read(self, name: str, region: Region, dtype: torch.dtype | None = None) -> Tensor:
         """A slice of a tensor, on the CPU. It may be memory-mapped, so the caller copies it and drops the reference.
@@ -125,11 +125,11 @@ class WeightFolder:
         Raises:
             CheckpointError: the file cannot be read, or the slice contains NaN or infinity.
         """
-        return self.values(name, region, self.stored(name, region), dtype=dtype)
+        return self.assemble(name, region, self.slices(name, region), dtype=dtype)
 
-    def stored(self, name: str, region: Region, device_reader: DeviceReader | None = None) -> list[Tensor]:
-        """The stored tensors of a slice, from which `values` computes it: on the CPU, or within `on_stream` of a reader
-        on its device.
+    def slices(self, name: str, region: Region, device_reader: DeviceReader | None = None) -> list[Tensor]:
+        """The slices of files from which `assemble` computes a slice of a tensor: on the CPU, or within `on_stream` of
+        a reader on its device.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -137,26 +137,26 @@ class WeightFolder:
         entry = self.tensors[name]
         if isinstance(entry, QuantizedTensor):
             assert self.quantization is not None
-            slices = stored_slices(entry, region, self.quantization)
+            parts = file_slices(entry, region, self.quantization)
         elif isinstance(entry, ExpertOfStack):
             (start, stop), columns = region
             rows = slice(entry.first_row + start, entry.first_row + stop)
-            slices = ((entry.stack, (slice(entry.index, entry.index + 1), rows, slice(*columns))),)
+            parts = ((entry.stack, (slice(entry.index, entry.index + 1), rows, slice(*columns))),)
         else:
-            slices = ((entry, tuple(slice(start, stop) for start, stop in region)),)
+            parts = ((entry, tuple(slice(start, stop) for start, stop in region)),)
         if device_reader is None:
-            return [self._slice(part, index) for part, index in slices]
-        return [self._on_device(device_reader, part, index) for part, index in slices]
+            return [self._slice(part, index) for part, index in parts]
+        return [self._on_device(device_reader, part, index) for part, index in parts]
 
-    def values(
+    def assemble(
         self,
         name: str,
         region: Region,
-        stored: Sequence[Tensor],
+        slices: Sequence[Tensor],
         device_reader: DeviceReader | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A slice of a tensor, computed from the result of `stored`; the other arguments as of `read` and `stored`.
+        """A slice of a tensor, computed from the result of `slices`; the other arguments as of `read` and `slices`.
 
         Raises:
             CheckpointError: the slice contains NaN or infinity; with a reader its `finish` raises that.
@@ -164,9 +164,9 @@ class WeightFolder:
         entry = self.tensors[name]
         if isinstance(entry, QuantizedTensor):
             assert self.quantization is not None
-            values = dequantized(entry, region, stored, self.quantization, dtype)
+            values = dequantized(entry, region, slices, self.quantization, dtype)
         else:
-            (values,) = stored
+            (values,) = slices
             values = values[0] if isinstance(entry, ExpertOfStack) else values
         if device_reader is not None:
             device_reader.check_later(entry, values)
@@ -177,17 +177,17 @@ class WeightFolder:
             raise not_finite(entry)
         return values
 
-    def _on_device(self, reader: DeviceReader, entry: StoredTensor, index: tuple[slice, ...]) -> Tensor:
+    def _on_device(self, reader: DeviceReader, entry: FolderTensor, index: tuple[slice, ...]) -> Tensor:
         try:
             values = reader.read(entry, index)
         except OSError as error:
             raise _cannot_be_read(entry, error) from error
         return self._slice(entry, index).to(device=reader.device) if values is None else values
 
-    def _slice(self, entry: StoredTensor, index: tuple[slice, ...]) -> Tensor:
+    def _slice(self, entry: FolderTensor, index: tuple[slice, ...]) -> Tensor:
         if entry.file in self._pickled:
-            stored: Tensor = self._pickled[entry.file][entry.name][index]
-            return stored
+            pickled: Tensor = self._pickled[entry.file][entry.name][index]
+            return pickled
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -256,7 +256,7 @@ class WeightFolder:
                 f"{_ADAPTER_ADVICE if family.is_adapter else _UNUSED_ADVICE}"
             )
 
-    def _find(self, allow_pickle: bool) -> dict[str, StoredTensor]:
+    def _find(self, allow_pickle: bool) -> dict[str, FolderTensor]:
         folder = self.folder
         if (folder / INDEX).exists():
             return self._indexed(folder / INDEX)
@@ -266,7 +266,7 @@ class WeightFolder:
                 f"{folder}: contains {len(files)} safetensors files and no {INDEX}; download the index too"
             )
         if files:
-            return stored_tensors(files[0])
+            return file_tensors(files[0])
         bins = sorted(folder.glob("pytorch_model*.bin"))
         if bins and allow_pickle:
             return self._unpickle(bins)
@@ -277,47 +277,47 @@ class WeightFolder:
             )
         raise CheckpointError(f"{folder}: contains no weights; download {SINGLE}, or {INDEX} and its shards")
 
-    def _indexed(self, index: Path) -> dict[str, StoredTensor]:
+    def _indexed(self, index: Path) -> dict[str, FolderTensor]:
         content = read_json(index, "download it again", CheckpointError)
         files = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise CheckpointError(f"{index}: is not an index of safetensors files; download it again")
-        stored: dict[str, StoredTensor] = {}
+        tensors: dict[str, FolderTensor] = {}
         for file in sorted(set(files.values())):
             if os.path.basename(file) != file:
                 raise CheckpointError(f"{index}: names {file!r}, which is not a file of this folder; download it again")
             if not os.path.exists(self.folder / file):  # Path.exists raises if a name is too long
                 raise CheckpointError(f"{self.folder}: shard {file}, which {INDEX} names, is missing; download it")
-            stored.update(stored_tensors(self.folder / file))
+            tensors.update(file_tensors(self.folder / file))
         for name, file in files.items():
-            if name not in stored or stored[name].file.name != file:
+            if name not in tensors or tensors[name].file.name != file:
                 raise CheckpointError(
                     f"{self.folder / file}: lacks {name}, which {INDEX} lists for it; download both again"
                 )
-        return stored
+        return tensors
 
-    def _unpickle(self, files: list[Path]) -> dict[str, StoredTensor]:
+    def _unpickle(self, files: list[Path]) -> dict[str, FolderTensor]:
         import torch
 
         types = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-        stored: dict[str, StoredTensor] = {}
+        tensors: dict[str, FolderTensor] = {}
         for file in files:
             _check_pickle(file)
             try:
-                tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+                pickled = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
             except Exception as error:  # the zip reader, the unpickler and torch raise different exceptions
                 reason = " ".join(str(error).split())[:200]
                 raise CheckpointError(f"{file}: cannot be read ({reason}); download the file again") from error
-            if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
+            if not isinstance(pickled, dict) or not all(isinstance(each, torch.Tensor) for each in pickled.values()):
                 raise CheckpointError(f"{file}: is not a dictionary of tensors; save the model's state_dict")
-            self._pickled[file] = tensors
-            for name, tensor in tensors.items():
+            self._pickled[file] = pickled
+            for name, tensor in pickled.items():
                 kind = types.get(tensor.dtype, str(tensor.dtype))
-                stored[name] = StoredTensor(file, name, kind, tuple(tensor.shape))
-        return stored
+                tensors[name] = FolderTensor(file, name, kind, tuple(tensor.shape))
+        return tensors
 
 
-def _cannot_be_read(entry: StoredTensor, error: Exception) -> CheckpointError:
+def _cannot_be_read(entry: FolderTensor, error: Exception) -> CheckpointError:
     return CheckpointError(f"{entry.file}: {entry.name} cannot be read ({error}); download the file again")
 
 

@@ -82,13 +82,12 @@ def local_pieces(name: str, parameter: Tensor, mapping: Mapping, parallel: Paral
         ) from error
 
 
-def blocks(region: Region, element_size: int) -> Iterator[Region]:
+def blocks(region: Region, element_size: int) -> list[Region]:
     """Split a region of a Hugging Face tensor along its first dimension into blocks of at most `BLOCK_BYTES`."""
     (start, stop), *rest = region
     row_bytes = element_size * math.prod(high - low for low, high in rest)
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
-    for first in range(start, stop, step):
-        yield ((first, min(first + step, stop)), *rest)
+    return [((first, min(first + step, stop)), *rest) for first in range(start, stop, step)]
 
 
 def view_of(parameter: Tensor, piece: Piece, block: Region) -> Tensor:

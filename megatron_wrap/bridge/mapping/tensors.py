@@ -8,7 +8,6 @@ This module computes with integers only and needs no torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -44,11 +43,6 @@ class Piece:
     depthwise: bool = False
     """Whether the Hugging Face tensor has a dimension of size 1 between its rows and columns, which `region` has as
     well."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(stop - start for start, stop in self.region)
 
 
 @dataclass(frozen=True)

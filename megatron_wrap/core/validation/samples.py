@@ -15,7 +15,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.core.validation.candidate import Candidate, Note
 from megatron_wrap.core.validation.setup import new_tokens_warning
-from megatron_wrap.data.chat.pairs import are_equal_answers
+from megatron_wrap.data.chat.encode import are_equal_answers
 from megatron_wrap.data.sources.rows import converted
 from megatron_wrap.errors import DataError, Mistakes
 from megatron_wrap.metrics.number_format import counted
@@ -136,7 +136,7 @@ def data_warnings(config: RunConfig, tokenizer: Any, vocab_size: int) -> Iterato
 def dropped_by_template(config: RunConfig, tokenizer: Any) -> Iterator[str]:
     """A warning for each source whose first rows have messages that the chat template renders without tool_calls, tools
     or content. Reads files only."""
-    from megatron_wrap.data.chat.dropped_parts import PARTS, dropped_parts
+    from megatron_wrap.data.inspect.mistakes import PARTS, dropped_parts
     from megatron_wrap.data.order.sample_sets import each_row
 
     if tokenizer is None:

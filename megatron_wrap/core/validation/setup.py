@@ -14,7 +14,7 @@ from megatron_wrap.core.validation.candidate import Candidate, Note
 from megatron_wrap.metrics.number_format import counted
 
 if TYPE_CHECKING:
-    from megatron_wrap.data.chat.new_tokens import NewTokens
+    from megatron_wrap.data.chat.tokenizer import NewTokens
 
 
 def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
@@ -31,7 +31,7 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
         starting_checkpoint,
         tokens_new_to_checkpoint,
     )
-    from megatron_wrap.data.chat.prompts import prompt_token_ids
+    from megatron_wrap.data.chat.encode import prompt_token_ids
     from megatron_wrap.data.chat.tokenizer import run_tokenizer
     from megatron_wrap.data.indexed.windows import check_first_tokens, check_tokens
     from megatron_wrap.model.vocabulary_padding import padded_vocab_size

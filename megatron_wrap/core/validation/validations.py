@@ -205,6 +205,8 @@ def _adapter(candidate: Candidate) -> Iterator[Note]:
     config = candidate.config
     vocab_size = candidate.vocab_size or config.arch.vocab_size
     adapter = run_adapter(config, vocab_size)
+    if adapter is None:
+        return
     # without a tokenizer's size the processes compare the folder; the factors of a checkpoint replace it
     if vocab_size is not None and starting_checkpoint(config) is None:
         adapter_folder(config, adapter)

@@ -16,7 +16,7 @@ from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.utils.atomic_write import named_write_errors, write_atomically
 
 MANIFEST = "precomputed.json"
-"""File with facts about the outputs and the number of samples of each file; written last."""
+"""File with metadata of the outputs and the number of samples of each file; written last."""
 _HASHES, _ENDS = "hashes", ".ends"
 _FORMAT = 1
 _ADVICE = "give another folder, or free space in this one"
@@ -47,14 +47,14 @@ class PrecomputedWriter:
 
     Args:
         folder: has no precomputed outputs yet.
-        facts: JSON values that a reader compares, such as the flow.
+        metadata: JSON values that a reader compares, such as the flow.
 
     Raises:
         ConfigError: the folder contains outputs already, or cannot be written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
-        self._folder, self._facts = Path(folder).expanduser(), dict(facts)
+    def __init__(self, folder: str | os.PathLike[str], metadata: Mapping[str, Any]) -> None:
+        self._folder, self._metadata = Path(folder).expanduser(), dict(metadata)
         if (self._folder / MANIFEST).exists():
             raise ConfigError(
                 f"{self._folder} contains precomputed outputs already; choose another folder, or delete it"
@@ -73,7 +73,7 @@ class PrecomputedWriter:
     def close(self) -> int:
         """Write the remaining outputs, then the manifest; returns the number of samples."""
         self._write()
-        manifest = {**self._facts, "format": _FORMAT, "files": self._files}
+        manifest = {**self._metadata, "format": _FORMAT, "files": self._files}
         with named_write_errors(self._folder, _ADVICE):
             write_atomically(self._folder / MANIFEST, json.dumps(manifest, indent=1))
         return sum(self._files.values())
@@ -113,9 +113,9 @@ class PrecomputedOutputs:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).expanduser()
         try:
-            self.facts: dict[str, Any] = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
-            self._names = list(dict(self.facts["files"]))
-            known = self.facts["format"] == _FORMAT
+            self.metadata: dict[str, Any] = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+            self._names = list(dict(self.metadata["files"]))
+            known = self.metadata["format"] == _FORMAT
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self.folder} has no precomputed outputs ({error}); run megatron-wrap precompute, which writes them"
@@ -125,7 +125,7 @@ class PrecomputedOutputs:
             raise DataError(f"{self.folder / MANIFEST} {problem}; precompute the outputs again")
         if not known:
             raise DataError(
-                f"{self.folder} has format {self.facts['format']}, not {_FORMAT}; precompute the outputs again"
+                f"{self.folder} has format {self.metadata['format']}, not {_FORMAT}; precompute the outputs again"
             )
         self._files: dict[int, dict[str, Any]] = {}
         self._process = os.getpid()
@@ -155,21 +155,21 @@ class PrecomputedOutputs:
         index = row - (int(self._ends[number - 1]) if number else 0)
         values = self._file(number)
         outputs: dict[str, Any] = {}
-        for name, stored in values.items():
+        for name, column in values.items():
             if name == _HASHES or name.removesuffix(_ENDS) != name:
                 continue
             if name + _ENDS not in values:
-                outputs[name] = stored[index : index + 1][0].item()
+                outputs[name] = column[index : index + 1][0].item()
                 continue
             ends = values[name + _ENDS][max(0, index - 1) : index + 1]
             begin, end = int(ends[0]) if index else 0, int(ends[-1])
-            outputs[name] = stored[begin:end] if begin < end else stored[:][:0]  # safetensors has no empty slice
+            outputs[name] = column[begin:end] if begin < end else column[:][:0]  # safetensors has no empty slice
         return outputs
 
     def _table(self, number: int) -> np.ndarray:
         """Hashes of a file's samples, uint8 [samples, 32]."""
-        stored = self._file(number).get(_HASHES)
-        table = None if stored is None else stored[:]
+        column = self._file(number).get(_HASHES)
+        table = None if column is None else column[:]
         if table is None or table.dtype != np.uint8 or table.ndim != 2 or table.shape[1] != 32:
             raise DataError(f"{self.folder / self._names[number]} has no hashes; precompute the outputs again")
         wrong = next((name for name in self._file(number) if not self._has_rows(number, name, len(table))), None)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megatron_wrap.data.chat.spans import Span, check_tokenizer
 from megatron_wrap.data.chat.templates import TemplateLimitError, bounded, rendered
+from megatron_wrap.data.chat.text_tokens import Span, check_tokenizer
 from megatron_wrap.data.sources.formats import message_list
 from megatron_wrap.errors import DataError
 from megatron_wrap.metrics.number_format import counted

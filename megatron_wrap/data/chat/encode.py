@@ -1,14 +1,17 @@
-"""Converts samples to token ids and a loss mask; in chat samples, the mask selects the assistant's turns.
+"""Converts samples to token ids and a loss mask, in chat samples of the assistant's turns; pairs of a chosen and a
+rejected answer; prompts for generation.
 
-The boundaries of the assistant's turns come from the chat template, never from role names or token strings.
-"""
+The boundaries of the assistant's turns come from the chat template, never from role names or token strings."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from megatron_wrap.config.checks.vocabulary import check_token_ids
 from megatron_wrap.data.chat.assistant_spans import assistant_spans, last_assistant, render
-from megatron_wrap.data.chat.spans import TextTokens, encoded_text, mask_of_spans
+from megatron_wrap.data.chat.text_tokens import TextTokens, encoded_text, mask_of_spans
 from megatron_wrap.data.chat.tokenizer import end_token_id
 from megatron_wrap.data.sources.formats import sample_weight
 from megatron_wrap.errors import DataError
@@ -186,3 +189,110 @@ def _integers(sample: Mapping[str, Any], key: str) -> list[int]:
     if not isinstance(values, Sequence) or isinstance(values, str) or not all(isinstance(v, int) for v in values):
         raise DataError(f'"{key}" must be a list of integers')
     return [int(value) for value in values]
+
+
+PAIR_KEYS = (
+    '"prompt", "chosen" and "rejected"; "chosen" and "rejected" as whole conversations; or "prompt_ids", "chosen_ids" '
+    'and "rejected_ids"'
+)
+
+
+def are_equal_answers(sequences: Sequence[Any]) -> bool:
+    """Whether the sequences of a sample are a pair with the same tokens, for which most losses on pairs have no
+    gradient."""
+    return len(sequences) == 2 and list(sequences[0].input_ids) == list(sequences[1].input_ids)
+
+
+def encode_pair(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[ChatTokens, ChatTokens]:
+    """Tokens of the prompt with the chosen and with the rejected answer; the loss mask selects the answer.
+
+    - `prompt`, `chosen`, `rejected`: three strings (an eos token is appended to the answers), or three lists of
+      messages (the mask selects the assistant's turns of an answer).
+    - `chosen`, `rejected`: two lists of messages; their common first messages are the prompt.
+    - `prompt_ids`, `chosen_ids`, `rejected_ids`: already tokenized as by trl's DPOTrainer, answers without the prompt;
+      `tokenizer` may be None.
+
+    A key `weight` is the weight of the pair, in both results.
+
+    Raises:
+        DataError: unknown keys or invalid values; the message lists the supported formats.
+    """
+    if all(key in sample for key in ("prompt_ids", "chosen_ids", "rejected_ids")):
+        return _encode_ids(sample, "chosen_ids"), _encode_ids(sample, "rejected_ids")
+    if "chosen" not in sample or "rejected" not in sample:
+        keys = ", ".join(f'"{key}"' for key in sample) or "none"
+        raise DataError(f"a sample has the keys {keys}; a preference pair needs {PAIR_KEYS}")
+    chosen, rejected = sample["chosen"], sample["rejected"]
+    if "prompt" in sample:
+        prompt = sample["prompt"]
+    elif isinstance(chosen, list) and isinstance(rejected, list):
+        shared = _shared_messages(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    else:
+        raise DataError(f'"chosen" and "rejected" are strings without a "prompt"; a preference pair needs {PAIR_KEYS}')
+
+    def encoded(answer: Any) -> ChatTokens:
+        shared = {key: sample[key] for key in ("tools", "weight") if key in sample}
+        return encode_sample(tokenizer, {"prompt": prompt, "completion": answer, **shared})
+
+    return encoded(chosen), encoded(rejected)
+
+
+def _shared_messages(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """Number of first messages that both conversations have in common."""
+    both = list(zip(chosen, rejected, strict=False))
+    shared = next((index for index, (left, right) in enumerate(both) if left != right), len(both))
+    if shared in (len(chosen), len(rejected)):
+        raise DataError(
+            '"chosen" and "rejected" are equal, or one is the beginning of the other; they must have different answers'
+        )
+    return shared
+
+
+def _encode_ids(sample: Mapping[str, Any], key: str) -> ChatTokens:
+    return encode_sample(None, sample_of_ids(sample["prompt_ids"], sample[key], sample.get("weight")))
+
+
+PROMPT_FORMS = "a text, a list of messages or a list of token ids"
+
+
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """A prompt as text for people: a text unchanged, messages as one line `role: content` each."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def prompt_token_ids(tokenizer: Any, prompt: Any, vocab_size: int) -> list[int]:
+    """The token ids of one prompt.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer; may be None if the prompt is token ids.
+        prompt: a text (with the special tokens that the tokenizer adds), a list of messages
+            `{"role": ..., "content": ...}` (rendered with the chat template and its generation prompt), or a list of
+            token ids.
+        vocab_size: size of the model's vocabulary.
+
+    Raises:
+        DataError: unsupported type, empty prompt, id outside the vocabulary, no tokenizer or chat template, or a text
+            that it cannot encode.
+    """
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    if is_list and prompt and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        ids = [int(token) for token in prompt]
+    elif isinstance(prompt, str) or (is_list and prompt and all(isinstance(message, Mapping) for message in prompt)):
+        if tokenizer is None:
+            raise DataError(
+                "wrap.generate: a prompt of text needs a tokenizer; set megatron_wrap.data.tokenizer, or give token ids"
+            )
+        if isinstance(prompt, str):
+            ids = encoded_text(tokenizer, prompt)["input_ids"]
+        else:
+            text = render(tokenizer, prompt, add_generation_prompt=True)
+            ids = encoded_text(tokenizer, text, add_special_tokens=False)["input_ids"]
+    else:
+        raise DataError(f"wrap.generate: a prompt is {PROMPT_FORMS}, not {str(prompt)[:60]!r}")
+    if not ids:
+        raise DataError(f"wrap.generate: the prompt {prompt!r} has no tokens; give at least one")
+    check_token_ids("wrap.generate: a prompt", ids, vocab_size)
+    return ids

@@ -16,8 +16,8 @@ from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
 
-from megatron_wrap.data.chat import text_limits
-from megatron_wrap.data.chat.spans import Span
+from megatron_wrap.data.chat import text_tokens
+from megatron_wrap.data.chat.text_tokens import Span
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.utils.pools.processes import become_worker, forking
 
@@ -51,9 +51,9 @@ def rendered(
     # space, the mask covers the rest of the conversation if the last character of a block is in no token.
     arguments = {"conversations": [conversation], "chat_template": template, "return_assistant_tokens_mask": with_spans}
     text, spans = _renderer(os.getpid()).render({**arguments, **variables})
-    if len(text) > text_limits.MAX_CHARACTERS:
+    if len(text) > text_tokens.MAX_CHARACTERS:
         raise TemplateLimitError(
-            f"the chat template renders more than {text_limits.MAX_CHARACTERS:,} characters for this conversation; "
+            f"the chat template renders more than {text_tokens.MAX_CHARACTERS:,} characters for this conversation; "
             "correct the template, or divide the conversation"
         )
     return text, spans
@@ -94,13 +94,13 @@ class _Renderer:
                 return work()
             except _Stopped:
                 count = self._stopped_in_a_row = stopped_before + 1
-        taken = (
+        excess = (
             f"the chat template takes more than {MAX_RENDER_SECONDS:g} s of computing time or "
             f"{MAX_RENDER_BYTES >> 20} MiB of memory for"
         )
         if count >= MAX_STOPPED_IN_A_ROW:
-            raise ConfigError(f"{taken} each of {count} conversations in a row; correct it")
-        raise TemplateLimitError(f"{taken} this conversation; correct the template or the conversation")
+            raise ConfigError(f"{excess} each of {count} conversations in a row; correct it")
+        raise TemplateLimitError(f"{excess} this conversation; correct the template or the conversation")
 
     def render(self, arguments: dict[str, Any]) -> tuple[str, list[Span]]:
         """See `rendered`."""
@@ -133,18 +133,18 @@ class _Stopped(BaseException):
 def _fork() -> tuple[int, Connection]:
     from transformers.utils import chat_template_utils
 
-    ours, of_child = Pipe()
+    connection, of_child = Pipe()
     parent = os.getpid()
     with forking():
         process = os.fork()
         if process == 0:
             try:
-                ours.close()
+                connection.close()
                 _serve(of_child, parent, chat_template_utils.render_jinja_template)
             finally:
                 os._exit(1)
     of_child.close()
-    return process, ours
+    return process, connection
 
 
 def _serve(connection: Connection, parent: int, render: Callable[..., Any]) -> None:

@@ -1,10 +1,14 @@
-"""Loads Hugging Face tokenizers; their pad and eos ids, and their fingerprints."""
+"""Loads Hugging Face tokenizers; their pad and eos ids, their fingerprints, and tokens that weights were never
+trained with."""
+
+from __future__ import annotations
 
 import copy
 import hashlib
 import json
 import os
 import re
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -172,20 +176,21 @@ def _difference_from_file(tokenizer: Any, file: Path) -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(tokenizer) is PreTrainedTokenizerFast:  # the latter loads the file unchanged
         return None
-    stored = Tokenizer.from_file(str(file))
-    for number, token in stored.get_added_tokens_decoder().items():
+    file_tokenizer = Tokenizer.from_file(str(file))
+    for number, token in file_tokenizer.get_added_tokens_decoder().items():
         if (actual := backend.token_to_id(token.content)) != number:
             return f"has the id {actual} for {token.content!r}, and tokenizer.json the id {number}"
-    added, size = backend.get_added_tokens_decoder(), stored.get_vocab_size()
+    added, size = backend.get_added_tokens_decoder(), file_tokenizer.get_vocab_size()
     sampled = (number for number in range(0, size, max(1, size // _SAMPLED_TOKENS)) if number not in added)
     is_option = _settings(file.parent).get("add_prefix_space") is not None  # it decides about the first word's ids
     starts = ((0, 0), (1, 1), (1, 2), (2, 1)) if is_option else ((0, 0),)
-    for text in (*_PROBES, *(f"x {stored.decode([number])}" for number in sampled)):
-        actual, expected = (each.encode(text, add_special_tokens=False) for each in (backend, stored))
-        if all(actual.ids[ours:] != expected.ids[theirs:] for ours, theirs in starts):
+    for text in (*_PROBES, *(f"x {file_tokenizer.decode([number])}" for number in sampled)):
+        actual, expected = (each.encode(text, add_special_tokens=False) for each in (backend, file_tokenizer))
+        if all(actual.ids[start:] != expected.ids[file_start:] for start, file_start in starts):
             return f"encodes {text!r} as {actual.tokens[:16]}, and tokenizer.json as {expected.tokens[:16]}"
-        decoded = [each.decode(encoded.ids) for each, encoded in ((backend, actual), (stored, expected))]
-        if stored.decoder is not None and len({each.lstrip(" ") if is_option else each for each in decoded}) > 1:
+        decoded = [each.decode(encoded.ids) for each, encoded in ((backend, actual), (file_tokenizer, expected))]
+        texts = {each.lstrip(" ") if is_option else each for each in decoded}
+        if file_tokenizer.decoder is not None and len(texts) > 1:
             return f"decodes the tokens of {text!r} as {decoded[0]!r}, and tokenizer.json as {decoded[1]!r}"
     return None
 
@@ -225,3 +230,40 @@ def _load(path: str) -> Any:
             '"tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json, which loads that file unchanged'
         )
     return tokenizer
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens whose rows of embedding and output layer are initialized with the mean of the other rows."""
+
+    ids: tuple[int, ...]
+    """Ids of the new tokens, ascending."""
+    trained: tuple[int, ...]
+    """Ids of the tokens whose rows are averaged, ascending."""
+
+    @property
+    def listed(self) -> str:
+        """The new ids as text."""
+        first, last, count = self.ids[0], self.ids[-1], len(self.ids)
+        if count == 1:
+            return f"id {first}"
+        return f"ids {first} to {last}" if last - first == count - 1 else f"{count:,} ids from {first} to {last}"
+
+
+def new_tokens(tokenizer: Any, original: Any, num_rows: int, vocab_size: int) -> NewTokens | None:
+    """The tokens that are new to weights; None if there are none. A row that belongs to no token is unchanged.
+
+    Args:
+        tokenizer: of the run.
+        original: tokenizer of the weights; None: it is not known, and all rows of the weights count as trained.
+        num_rows: rows of the weights, without padding; a published model often has more rows than its tokenizer has
+            tokens.
+        vocab_size: of the model, without padding; for a teacher the number of rows that the student has as well.
+    """
+    unknown: set[int] = set()
+    trained = set(range(min(num_rows, vocab_size)))
+    if original is not None and (original is not tokenizer or vocab_size > num_rows):
+        known = set(original.get_vocab().values())
+        unknown, trained = set(tokenizer.get_vocab().values()) - known, trained & known
+    ids = (unknown | set(range(num_rows, vocab_size))) & set(range(vocab_size))
+    return NewTokens(tuple(sorted(ids)), tuple(sorted(trained))) if ids else None

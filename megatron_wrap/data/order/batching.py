@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_wrap.data.order.usable_rows import SampleReader
+from megatron_wrap.data.order.sample_reader import SampleReader
 from megatron_wrap.errors import DataError
 from megatron_wrap.metrics.number_format import counted
 
@@ -139,9 +139,9 @@ class BatchPlan:
             order = np.random.Generator(np.random.PCG64([self._rule.seed, self.cursor.windows, 1]))
             shuffled = tuple(tuple(pool[item] for item in bins[index]) for index in order.permutation(len(bins)))
             self.cursor = replace(self.cursor, waiting=shuffled, windows=self.cursor.windows + 1)
-        taken, waiting = self.cursor.waiting[: budget.num_bins], self.cursor.waiting[budget.num_bins :]
+        batch, waiting = self.cursor.waiting[: budget.num_bins], self.cursor.waiting[budget.num_bins :]
         self.cursor = replace(self.cursor, waiting=waiting)
-        return [position for positions in taken for position in positions]
+        return [position for positions in batch for position in positions]
 
     def _prepare_ahead(self, window: int, count: int) -> None:
         """Prepare some samples of the next window with each batch, so that no batch waits for a whole window."""

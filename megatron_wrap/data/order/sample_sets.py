@@ -12,7 +12,7 @@ from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.data.order.stream import Mixture, SampleStream, ShuffledBlocks, ShuffledRows, largest_remainders
 from megatron_wrap.data.sources.files import open_rows, stream_rows
 from megatron_wrap.data.sources.formats import SourceRows, to_sample
-from megatron_wrap.data.sources.json_lines import JsonLines
+from megatron_wrap.data.sources.json_files import JsonLines
 from megatron_wrap.data.sources.rows import (
     BadSample,
     ChosenRows,

@@ -194,8 +194,8 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._flat = flat
 
-    def persistent_load(self, stored: _TensorBytes) -> Tensor:
-        return self._flat[stored.begin : stored.begin + stored.size].view(stored.dtype).view(stored.shape)
+    def persistent_load(self, tensor: _TensorBytes) -> Tensor:
+        return self._flat[tensor.begin : tensor.begin + tensor.size].view(tensor.dtype).view(tensor.shape)
 
 
 def _send(connection: socket.socket, pickler: _Pickler) -> None:

@@ -120,14 +120,14 @@ def sample_weight(sample: Mapping[str, Any]) -> float:
 
 
 def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Sample:
-    missing = [theirs for theirs in columns.values() if theirs not in row]
+    missing = [column for column in columns.values() if column not in row]
     if missing:
         names = ", ".join(f'"{name}"' for name in row) or "none"
         hint = did_you_mean(missing[0], list(row))
         raise DataError(f'the column "{missing[0]}" of columns is missing; the row has {names}{hint}')
-    taken = set(columns.values())
-    kept = {name: value for name, value in row.items() if name not in taken}
-    return {**kept, **{ours: row[theirs] for ours, theirs in columns.items()}}
+    renamed = set(columns.values())
+    kept = {name: value for name, value in row.items() if name not in renamed}
+    return {**kept, **{key: row[column] for key, column in columns.items()}}
 
 
 def _recognized(sample: Sample) -> str:

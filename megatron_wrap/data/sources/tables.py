@@ -1,19 +1,21 @@
 """Tables: parquet and Arrow files, folders of save_to_disk, and the hub.
 
 Rows are read with the `datasets` library, except streams of parquet and Arrow files: those of `datasets` are ten times
-slower, read every row before the one that a resumed run needs, and report damage without its row.
-"""
+slower, read every row before the one that a resumed run needs, and report damage without its row."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_wrap.data.sources.parquet_size import check_decoded_size
 from megatron_wrap.data.sources.rows import Rows
 from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint, special_file
 from megatron_wrap.metrics.number_format import counted
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
 
 DEFAULT_SPLIT = "train"
 _BATCH_ROWS = 1024
@@ -173,12 +175,12 @@ def stream_parquet(path: str, columns: Sequence[str] | None = None) -> TableStre
                 raise DataError(f"{path}: has no column {column!r}, but {', '.join(map(repr, present))}{hint}")
         begin = 0
         for group in range(file.num_row_groups):
-            rows, stored = file.metadata.row_group(group).num_rows, file.metadata.row_group(group).total_byte_size
+            rows, num_bytes = file.metadata.row_group(group).num_rows, file.metadata.row_group(group).total_byte_size
             if begin + rows <= index:
                 begin += rows
                 yield begin, file.schema_arrow.empty_table()
                 continue
-            batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, stored)))
+            batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, num_bytes)))
             for batch in file.iter_batches(batch_size=batch_rows, row_groups=[group], columns=columns):
                 yield begin, batch
                 begin += batch.num_rows
@@ -311,3 +313,96 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines()
     return (lines[0][:200] if lines else "") or type(error).__name__
+
+
+FREE_BYTES = 1 << 32
+MAX_EXPANSION = 1000
+"""Largest ratio of decoded to stored bytes, of a file of more than FREE_BYTES decoded bytes; repeated system prompts
+reach hundreds."""
+_VALUE_BYTES = 8
+"""Decoded bytes of a number; 0 stored bytes may represent many equal numbers."""
+
+
+def check_decoded_size(path: str, shown: str) -> None:
+    """Refuse a parquet file that expands too much; reads its metadata and, where needed, its dictionaries.
+
+    Args:
+        shown: the file's name for messages.
+
+    Raises:
+        DataError: its content has more than FREE_BYTES bytes and MAX_EXPANSION times those of the file.
+    """
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = [file.schema.column(number).path for number in range(len(file.schema))]
+    limit = max(FREE_BYTES, MAX_EXPANSION * os.path.getsize(path))
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=columns) as file:
+        size = 0
+        for expanded in _sizes(file, limit):
+            size += expanded
+            if size > limit:
+                raise DataError(
+                    f"{shown}: its content is more than {MAX_EXPANSION:,} times as large as the file and has more than "
+                    f"{FREE_BYTES >> 20:,} MiB; write it again without dictionaries and compression if that is intended"
+                )
+
+
+def _sizes(file: pyarrow.parquet.ParquetFile, limit: int) -> Iterator[int]:
+    """Decoded bytes of each part of each column, or an upper bound where it is at most the part's share of the
+    limit."""
+    metadata = file.metadata
+    share = limit // max(1, metadata.num_row_groups * metadata.num_columns)
+    for group in range(metadata.num_row_groups):
+        for number in range(metadata.num_columns):
+            column = metadata.row_group(group).column(number)
+            num_bytes, count = column.total_uncompressed_size, column.num_values
+            if column.physical_type != "BYTE_ARRAY":
+                yield max(num_bytes, count * _VALUE_BYTES)
+                continue
+            yield num_bytes
+            if not column.has_dictionary_page or count * num_bytes <= share:
+                continue
+            entries = count * _longest_entry(file, group, column.path_in_schema)
+            if entries <= share:
+                yield entries
+            else:
+                yield from _texts(file, group, column.path_in_schema)
+
+
+def _longest_entry(file: pyarrow.parquet.ParquetFile, group: int, column: str) -> int:
+    """Bytes of the longest entry of a column's dictionary, which the first rows with a value have as a whole."""
+    import pyarrow.compute
+
+    for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[column]):
+        entries = [texts.dictionary for part in batch.columns for texts in _texts_in(part) if len(texts.dictionary)]
+        if entries:
+            return max(pyarrow.compute.max(pyarrow.compute.binary_length(entry)).as_py() for entry in entries)
+    return 0
+
+
+def _texts(file: pyarrow.parquet.ParquetFile, group: int, column: str) -> Iterator[int]:
+    """Bytes of a column's texts, counted without decoding them."""
+    import pyarrow.compute
+
+    for batch in file.iter_batches(batch_size=4096, row_groups=[group], columns=[column]):
+        for part in batch.columns:
+            for texts in _texts_in(part):
+                lengths = pyarrow.compute.binary_length(texts.dictionary).cast("int64")
+                yield pyarrow.compute.sum(lengths.take(texts.indices)).as_py() or 0
+
+
+def _texts_in(array: Any) -> Iterator[Any]:
+    """The dictionary arrays in a nested array."""
+    import pyarrow.types
+
+    if pyarrow.types.is_dictionary(array.type):
+        yield array
+    elif pyarrow.types.is_map(array.type):
+        yield from _texts_in(array.keys)
+        yield from _texts_in(array.items)
+    elif pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type):
+        yield from _texts_in(array.flatten())
+    elif pyarrow.types.is_struct(array.type):
+        for field in array.flatten():
+            yield from _texts_in(field)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_wrap.data.order.batching import BatchPlan, BatchRule, Cursor
-from megatron_wrap.data.order.usable_rows import SampleReader
+from megatron_wrap.data.order.sample_reader import SampleReader
 from megatron_wrap.utils.progress import WorkProgress
 
 

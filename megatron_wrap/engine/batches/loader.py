@@ -17,8 +17,8 @@ import torch
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.data.order.batching import BatchPlan, BatchRule, Cursor, PlannedBatch, TokenBudget
+from megatron_wrap.data.order.sample_reader import Preparation, PreparedSamples, SampleReader
 from megatron_wrap.data.order.stream import SampleStream
-from megatron_wrap.data.order.usable_rows import Preparation, PreparedSamples, SampleReader
 from megatron_wrap.data.order.workers import Workers
 from megatron_wrap.engine.batches.context_parallel_shard import Localization
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, sample_lengths, split_batch
@@ -202,7 +202,7 @@ def sample_reader(
             if source.max_length is not None
         },
         check_lengths=None if budget is None else lambda lengths: budget.pack([lengths]),
-        stored=stored,
+        cached=stored,
     )
 
 

@@ -17,9 +17,9 @@ from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.data.cache.precomputed import MANIFEST
 from megatron_wrap.data.cache.token_cache import TokenCache, open_cache
 from megatron_wrap.data.chat.tokenizer import fingerprint
+from megatron_wrap.data.order.sample_reader import Preparation
 from megatron_wrap.data.order.sample_sets import open_source
 from megatron_wrap.data.order.stream import SampleStream
-from megatron_wrap.data.order.usable_rows import Preparation
 from megatron_wrap.data.sources.files import data_files
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_wrap.config.hugging_face import read_generation_config, resolve_folder
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.data.chat.prompts import prompt_text, prompt_token_ids
+from megatron_wrap.data.chat.encode import prompt_text, prompt_token_ids
 from megatron_wrap.engine.generation.cached_model import CachedModel
 from megatron_wrap.engine.generation.sampling import SamplingRule, UniformNumbers
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode

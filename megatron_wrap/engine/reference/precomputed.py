@@ -31,10 +31,10 @@ def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) ->
     stored = PrecomputedOutputs(settings.precomputed)
     expected = facts_of(flow, config)
     for name, value in expected.items():
-        if stored.facts.get(name) != value:
+        if stored.metadata.get(name) != value:
             raise ConfigError(
                 f"{config.models.path}: the outputs in {stored.folder} were computed with another {name}: "
-                f"{stored.facts.get(name)} there and {value} here; run megatron-wrap precompute with this "
+                f"{stored.metadata.get(name)} there and {value} here; run megatron-wrap precompute with this "
                 f"configuration, or set {name} back"
             )
     models = config.models

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_wrap.bridge.adapters.factors import AdaptedLayer, TargetModule
 from megatron_wrap.bridge.adapters.peft_folder import adapter_folder, with_other_adapter
-from megatron_wrap.bridge.adapters.run_adapter import run_adapter
+from megatron_wrap.bridge.adapters.run_adapter import RunAdapter, run_adapter
 from megatron_wrap.bridge.adapters.target_modules import is_linear
 from megatron_wrap.bridge.loading.load_weights import load_weights
 from megatron_wrap.bridge.mapping.family import ADAPTER
@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 
 def adapt_chunks(
-    config: RunConfig, parallel: ParallelState, chunks: list[torch.nn.Module], vocab_size: int, from_path: bool
+    adapter: RunAdapter,
+    config: RunConfig,
+    parallel: ParallelState,
+    chunks: list[torch.nn.Module],
+    vocab_size: int,
+    from_path: bool,
 ) -> None:
     """Freeze the weights of a process's chunks and add adapters, with the factors of `adapter.path` or else initial
     ones.
@@ -44,11 +49,8 @@ def adapt_chunks(
         from_path: False: ignore `adapter.path`, for a caller that loads a checkpoint.
 
     Raises:
-        UnsupportedModel, ConfigError: as `run_adapter`. CheckpointError: `adapter.path` cannot be loaded, or
-            is of other modules or ranks.
+        CheckpointError: `adapter.path` cannot be loaded, or is of other modules or ranks.
     """
-    adapter = run_adapter(config, vocab_size)
-    assert adapter is not None, "the caller has an adapter"
     folder = adapter_folder(config, adapter) if from_path else None
     for name in config.adapter.others or {}:
         _add_other(name, config, parallel, chunks, vocab_size)

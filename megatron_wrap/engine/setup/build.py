@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from megatron_wrap.bridge.adapters.run_adapter import run_adapter
 from megatron_wrap.bridge.adapters.trained_parameters import trained_shape
 from megatron_wrap.bridge.loading.hf_path import folder_arch, starting_weights, tokens_new_to_folder
 from megatron_wrap.bridge.loading.load_weights import fill_new_rows, load_weights
@@ -59,7 +60,7 @@ from megatron_wrap.utils.garbage import delayed_collection
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_wrap.data.chat.new_tokens import NewTokens
+    from megatron_wrap.data.chat.tokenizer import NewTokens
 
 
 def build_training_state(
@@ -95,11 +96,12 @@ def build_training_state(
         predicted_ids=predicted_ids(config, flow.context.common_vocab_size),
     )
     _warn_of_unread(weight_folder if from_hugging_face else None, config)
-    if config.adapter.adapter_type != "none":
-        adapt_chunks(config, parallel, bare, vocab_size, from_hugging_face)
+    adapter = run_adapter(config, vocab_size)
+    if adapter is not None:
+        adapt_chunks(adapter, config, parallel, bare, vocab_size, from_hugging_face)
     chunks = _trainable(config, platform, parallel, model_config, bare, vocab_size) if training else bare
     optimizer = build_optimizer(config, model_config, chunks, parallel) if training else None
-    shape = trained_shape(config, vocab_size)
+    shape = trained_shape(config, vocab_size, adapter)
     stragglers = _stragglers(config, parallel, platform.device) if training else None
     return TrainingState(
         config=config,

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_wrap.data.chat.encode import ChatTokens
-from megatron_wrap.data.chat.pairs import encode_pair
+from megatron_wrap.data.chat.encode import ChatTokens, encode_pair
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.shared.text import MegatronWrapGPTModelTextFlow
 from megatron_wrap.metrics.metric import Metric, Total
@@ -19,7 +18,7 @@ from megatron_wrap.ops.log_probs import log_probs_and_entropy, token_log_probs
 
 
 class MegatronWrapGPTModelPairFlow(MegatronWrapGPTModelTextFlow):
-    """A sample is a pair (see `megatron_wrap.data.chat.pairs.encode_pair`). A micro-batch of B pairs has 2B sequences,
+    """A sample is a pair (see `megatron_wrap.data.chat.encode.encode_pair`). A micro-batch of B pairs has 2B sequences,
     the chosen ones first. A pair's `weight`, 1 by default, is its weight in means over pairs."""
 
     console_metrics: ClassVar[Sequence[str]] = (

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_wrap.data.chat.encode import tokenize_chat
 from megatron_wrap.data.chat.tokenizer import end_token_id, load_tokenizer, pad_token_id
-from megatron_wrap.data.sources.json_lines import JsonLines
+from megatron_wrap.data.sources.json_files import JsonLines
 from megatron_wrap.platform import choose_platform
 
 pytestmark = pytest.mark.transformers

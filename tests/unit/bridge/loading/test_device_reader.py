@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from megatron_wrap.bridge.loading import device_reader
 from megatron_wrap.bridge.loading.device_reader import DeviceReader
-from megatron_wrap.bridge.loading.folder_tensors import stored_tensors
+from megatron_wrap.bridge.loading.folder_tensors import file_tensors
 from megatron_wrap.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_reader, "_BUFFER_BYTES", 64)  # most slices need several
     monkeypatch.setattr(device_reader, "_LEAST_BYTES", 200)
     save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    return stored_tensors(tmp_path / "model.safetensors")
+    return file_tensors(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize(

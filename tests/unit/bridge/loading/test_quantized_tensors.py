@@ -15,9 +15,9 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, L
 
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.export.model_card import training_record
-from megatron_wrap.bridge.loading.folder_tensors import stored_tensors
+from megatron_wrap.bridge.loading.folder_tensors import file_tensors
 from megatron_wrap.bridge.loading.hf_path import starting_weights
-from megatron_wrap.bridge.loading.quantized_tensors import dequantized, stored_slices, with_quantized
+from megatron_wrap.bridge.loading.quantized_tensors import dequantized, file_slices, with_quantized
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.hugging_face import HF_PATH
 from megatron_wrap.config.quantization import Quantization
@@ -82,7 +82,7 @@ def weights(folder: Path) -> Any:
 
 def slices(entry: Any, region: Any, files: dict[str, torch.Tensor], method: Quantization) -> list[torch.Tensor]:
     """What the files have of a region of a quantized tensor."""
-    return [files[part.name][index] for part, index in stored_slices(entry, region, method)]
+    return [files[part.name][index] for part, index in file_slices(entry, region, method)]
 
 
 def every(weights: Any, name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
@@ -157,7 +157,7 @@ def test_mxfp4_tensors_are_those_of_transformers_and_of_the_format(dtype, tmp_pa
     name = "model.layers.0.mlp.experts.down_proj"
     save_file({name + "_blocks": blocks, name + "_scales": scales}, tmp_path / "model.safetensors")
     method = Quantization("mxfp4", "block")
-    stored = stored_tensors(tmp_path / "model.safetensors")
+    stored = file_tensors(tmp_path / "model.safetensors")
     entry: Any = with_quantized(stored, method)[name]
     files = {name + "_blocks": blocks, name + "_scales": scales}
 
@@ -182,7 +182,7 @@ def test_every_byte_of_mxfp4_with_every_scale_is_the_same_in_bf16_and_rounded_fr
     files = {"w_blocks": blocks, "w_scales": scales}
     save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
     method = Quantization("mxfp4", "block")
-    entry: Any = with_quantized(stored_tensors(tmp_path / "model.safetensors"), method)["w"]
+    entry: Any = with_quantized(file_tensors(tmp_path / "model.safetensors"), method)["w"]
     whole = tuple((0, size) for size in entry.shape)
     exact, short = (
         dequantized(entry, whole, slices(entry, whole, files, method), method, dtype)

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from megatron_wrap.bridge.adapters.peft_folder import read_adapter_config
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face, folder_arch, starting_weights
-from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE, folder_digest, stored_tensors
+from megatron_wrap.bridge.loading.weight_folder import INDEX, SINGLE, file_tensors, folder_digest
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.hugging_face import HF_PATH
 from megatron_wrap.errors import CheckpointError, ConfigError, UnsupportedModel
@@ -184,7 +184,7 @@ def test_no_file_of_an_adapter(tmp_path, name, kind):
     else:
         path.symlink_to(name if kind == "itself" else "/dev/zero")
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        read_adapter_config(tmp_path) if name.endswith(".json") else stored_tensors(path)
+        read_adapter_config(tmp_path) if name.endswith(".json") else file_tensors(path)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_outputs_are_found_by_hash(tmp_path, monkeypatch):
         PrecomputedOutputs(tmp_path / "outputs")  # not complete
     assert writer.close() == 7
     stored = PrecomputedOutputs(tmp_path / "outputs")
-    assert (len(stored), stored.facts["flow_key"]) == (7, "mine")
+    assert (len(stored), stored.metadata["flow_key"]) == (7, "mine")
     assert len(list((tmp_path / "outputs").glob("*.safetensors"))) == 3
     for index in (6, 0, 2, 3, 1, 5, 4):
         actual = stored.get(sample_hash(samples[index]))

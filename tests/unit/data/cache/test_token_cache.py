@@ -21,9 +21,9 @@ import numpy
 import pytest
 import torch
 
-from megatron_wrap.data.cache import sample_codec, token_cache
+from megatron_wrap.data.cache import token_cache
 from megatron_wrap.data.cache.token_cache import TokenCache, open_cache
-from megatron_wrap.data.order.usable_rows import Preparation
+from megatron_wrap.data.order.sample_reader import Preparation
 from megatron_wrap.data.sources.rows import ListedRows
 from megatron_wrap.errors import DataError
 
@@ -158,13 +158,13 @@ def same(value: Any, decoded: Any) -> bool:
     ],
 )
 def test_a_stored_sample_is_the_same(value: Any):
-    assert same(sample_codec.decode(sample_codec.encode(value)), value)
+    assert same(token_cache.sample_of_bytes(token_cache.sample_bytes(value)), value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64])
 def test_a_stored_tensor_is_the_same(dtype: torch.dtype):
     for tensor in (torch.randn(2, 3).to(dtype), torch.ones(()).to(dtype), torch.empty(0, 4).to(dtype)):
-        read = sample_codec.decode(sample_codec.encode([tensor]))[0]
+        read = token_cache.sample_of_bytes(token_cache.sample_bytes([tensor]))[0]
         assert (read.dtype, read.shape) == (dtype, tensor.shape)
         assert torch.equal(read.float(), tensor.float())
 
@@ -235,5 +235,5 @@ def test_a_class_that_is_named_in_a_sample_is_neither_imported_nor_called():
         structure = json.dumps({"object": [module, name, ["exit 1"]]}).encode()
         content = zlib.crc32(structure).to_bytes(4, "little") + len(structure).to_bytes(4, "little") + structure
         with pytest.raises(ValueError, match="is not the class that was stored"):
-            sample_codec.decode(content)
+            token_cache.sample_of_bytes(content)
     assert "antigravity" not in sys.modules

@@ -10,12 +10,11 @@ import chat_templates
 import pytest
 
 from megatron_wrap.config.schema.sources import SourceConfig
-from megatron_wrap.data.chat import templates, text_limits
+from megatron_wrap.data.chat import templates, text_tokens
 from megatron_wrap.data.chat.assistant_spans import render
-from megatron_wrap.data.chat.encode import encode_sample
-from megatron_wrap.data.chat.prompts import prompt_token_ids
+from megatron_wrap.data.chat.encode import encode_sample, prompt_token_ids
+from megatron_wrap.data.order.sample_reader import Preparation, SampleReader
 from megatron_wrap.data.order.sample_sets import training_stream
-from megatron_wrap.data.order.usable_rows import Preparation, SampleReader
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.platform.base.machine import process_state
 from megatron_wrap.utils.pools.processes import ProcessPool
@@ -61,7 +60,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello there."}, {"role": "assi
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "MAX_RENDER_SECONDS", 0.2)
     monkeypatch.setattr(templates, "MAX_RENDER_BYTES", 1 << 26)
-    monkeypatch.setattr(text_limits, "MAX_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(text_tokens, "MAX_CHARACTERS", 1 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +143,7 @@ BAD_TEXTS = {"surrogate": (r"a\ud800b", "lone surrogate '.ud800'"), "long": ("x"
 def test_a_text_that_no_tokenizer_encodes_is_a_bad_row(
     kind: str, form: str, streaming: bool, make_tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_limits, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(text_tokens, "MAX_CHARACTERS", 1000)
     text, message = BAD_TEXTS[kind]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(form.format(line) + "\n" for line in ("Hello.", text, "naïve 🦙", r"\ud83e\udd99")))

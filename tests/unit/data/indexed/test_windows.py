@@ -20,8 +20,7 @@ from _indexed_files import EOD, VOCAB, random_documents, write_documents
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.decode import load_run_config
 from megatron_wrap.data.indexed import index_files
-from megatron_wrap.data.indexed.index_files import HEADER, read_index
-from megatron_wrap.data.indexed.index_writer import read_part
+from megatron_wrap.data.indexed.index_files import HEADER, read_index, read_part
 from megatron_wrap.data.indexed.windows import check_first_tokens, check_indices, open_indexed
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.platform import choose_platform

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_wrap.data.order.batching import BatchPlan, BatchRule, Cursor, PlannedBatch, TokenBudget
 from megatron_wrap.data.order.bin_packing import fewest_bins
+from megatron_wrap.data.order.sample_reader import Preparation, SampleReader
 from megatron_wrap.data.order.sample_sets import stream_of
-from megatron_wrap.data.order.usable_rows import Preparation, SampleReader
 from megatron_wrap.errors import DataError
 
 LENGTHS = [1 + (7 * position) % 19 for position in range(50)]

@@ -27,10 +27,10 @@ from megatron_wrap.data.order.sample_sets import (
     training_stream,
     validation_sets,
 )
-from megatron_wrap.data.order.samplers import EpochSampler
+from megatron_wrap.data.order.stream import EpochSampler
 from megatron_wrap.data.sources.files import stream_rows
-from megatron_wrap.data.sources.parquet_size import check_decoded_size
 from megatron_wrap.data.sources.rows import BadSample
+from megatron_wrap.data.sources.tables import check_decoded_size
 from megatron_wrap.errors import ConfigError, DataError
 
 ROWS = [
@@ -427,8 +427,7 @@ def test_check_source_parses_every_row() -> None:
 
 
 def test_a_huge_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("json_lines", "json_files"):
-        monkeypatch.setattr(f"megatron_wrap.data.sources.{module}.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("megatron_wrap.data.sources.json_files.MAX_LINE_BYTES", 100)
     Path("a.jsonl").write_text('{"text": "a"}\n' + json.dumps({"text": "x" * 250}) + '\n{"text": "b"}\n')
     for streaming in (False, True):
         stream = training_stream([SourceConfig(path="a.jsonl", streaming=streaming)], 1, shuffle=False)
@@ -511,7 +510,7 @@ def test_a_parquet_file_that_expands_without_end_is_refused(
     import pyarrow
     import pyarrow.parquet
 
-    monkeypatch.setattr("megatron_wrap.data.sources.parquet_size.FREE_BYTES", 1 << 24)
+    monkeypatch.setattr("megatron_wrap.data.sources.tables.FREE_BYTES", 1 << 24)
     rows, text = 1000, "a" * (1 << 16)
     if form == "messages":
         columns: dict[str, Any] = {"messages": [[], *([[{"role": "user", "content": text}]] * rows)]}
@@ -524,7 +523,7 @@ def test_a_parquet_file_that_expands_without_end_is_refused(
     with pytest.raises(DataError, match=r"bomb\.parquet: .*1,000 times") as raised:
         _read_every_row(SourceConfig(path="bomb.parquet", streaming=streaming))
     assert not isinstance(raised.value, BadSample)
-    monkeypatch.setattr("megatron_wrap.data.sources.parquet_size.FREE_BYTES", 1 << 28)
+    monkeypatch.setattr("megatron_wrap.data.sources.tables.FREE_BYTES", 1 << 28)
     check_decoded_size("bomb.parquet", "bomb.parquet")
 
 
@@ -532,8 +531,8 @@ def test_one_long_text_beside_many_short_ones_is_no_bomb(monkeypatch: pytest.Mon
     import pyarrow
     import pyarrow.parquet
 
-    monkeypatch.setattr("megatron_wrap.data.sources.parquet_size.FREE_BYTES", 1 << 18)
-    monkeypatch.setattr("megatron_wrap.data.sources.parquet_size.MAX_EXPANSION", 2)
+    monkeypatch.setattr("megatron_wrap.data.sources.tables.FREE_BYTES", 1 << 18)
+    monkeypatch.setattr("megatron_wrap.data.sources.tables.MAX_EXPANSION", 2)
     table = pyarrow.table({"text": ["a" * (1 << 16), *["b"] * 1000, *map(str, range(1000))]})
     pyarrow.parquet.write_table(table, "long.parquet")
     check_decoded_size("long.parquet", "long.parquet")

@@ -1,6 +1,6 @@
 """Documents to `.bin` and `.idx`: the tokenizer's tokens from each form of input, the same bytes for any number of
 workers and after a stop; and the tokenizer that is trained on them. Megatron-Core reads the files in
-tests/unit/data/indexed/test_index_writer.py."""
+tests/unit/data/indexed/test_index_files.py."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import pytest
 from _forked import run_forked
 
 from megatron_wrap.data.chat.tokenizer import load_tokenizer
-from megatron_wrap.data.indexed.index_writer import read_part
+from megatron_wrap.data.indexed.documents import InputFiles
+from megatron_wrap.data.indexed.index_files import read_part
+from megatron_wrap.data.indexed.preprocess import Preprocessing, preprocess
 from megatron_wrap.data.indexed.preprocess_record import check_vocabulary
-from megatron_wrap.data.preprocess.documents import InputFiles
-from megatron_wrap.data.preprocess.preprocess import Preprocessing, preprocess
-from megatron_wrap.data.preprocess.tokenizer_training import train_tokenizer
+from megatron_wrap.data.indexed.tokenizer_training import train_tokenizer
 from megatron_wrap.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.transformers
@@ -129,7 +129,7 @@ def test_any_number_of_workers_gives_the_same_bytes(made, tmp_path):
 
 PROGRAM = """
 import os, signal, sys, time
-from megatron_wrap.data.preprocess.preprocess import Preprocessing, preprocess
+from megatron_wrap.data.indexed.preprocess import Preprocessing, preprocess
 path, tokenizer, output, *signals = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 options = {"append_eod": True, "workers": 2, "partitions": 2}

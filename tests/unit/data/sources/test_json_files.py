@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_wrap.data.sources.json_lines import JsonLines
+from megatron_wrap.data.sources.json_files import JsonLines
 from megatron_wrap.errors import DataError
 
 SAMPLES = [{"id": i, "text": "naïve 🦙 " * (i % 7)} for i in range(50)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_wrap.data.chat.dropped_parts import dropped_parts
+from megatron_wrap.data.inspect.mistakes import dropped_parts
 
 pytestmark = pytest.mark.transformers
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron_wrap.data.preprocess.documents import InputFiles, texts_of
+from megatron_wrap.data.indexed.documents import InputFiles, texts_of
 from megatron_wrap.data.sources.rows import BadSample
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.metrics.number_format import counted

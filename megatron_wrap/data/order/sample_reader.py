@@ -41,7 +41,7 @@ class SampleReader:
         needs_lengths: rows are checked as soon as they are planned, because their lengths decide the batch.
         max_lengths: name of a source -> most tokens of its samples; longer ones are left out.
         check_lengths: raises a DataError for the lengths of a sample that cannot be used; None: all can.
-        stored: samples prepared before; None: there are none.
+        cached: samples prepared before; None: there are none.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class SampleReader:
         needs_lengths: bool = False,
         max_lengths: Mapping[str, int] | None = None,
         check_lengths: Callable[[Sequence[int]], object] | None = None,
-        stored: PreparedSamples | None = None,
+        cached: PreparedSamples | None = None,
     ) -> None:
-        self._stream, self._preparation, self._stored = stream, preparation, stored
+        self._stream, self._preparation, self._cached = stream, preparation, cached
         self._skip_bad, self._check_lengths = skip_bad, check_lengths
         self._max_lengths = max_lengths or {}
         self.checks_rows = skip_bad or needs_lengths or bool(max_lengths)
@@ -84,14 +84,14 @@ class SampleReader:
     def prepared(self, position: int) -> Any:
         """The prepared sample. DataError with file and row."""
         if position not in self._prepared:
-            stored = None if self._stored is None else self._stored.get(position)
-            self._prepared[position] = self._prepare(position) if stored is None else stored
+            cached = None if self._cached is None else self._cached.get(position)
+            self._prepared[position] = self._prepare(position) if cached is None else cached
         return self._prepared[position]
 
     def lengths(self, position: int) -> tuple[int, ...]:
         """Tokens of each sequence of the sample."""
         if position not in self._lengths:
-            lengths = self._stored_lengths(position)
+            lengths = self._cached_lengths(position)
             self._lengths[position] = tuple(lengths or self._preparation.lengths(self.prepared(position)))
         return self._lengths[position]
 
@@ -119,7 +119,7 @@ class SampleReader:
                 kept.pop(position, None)
 
     def _check(self, position: int) -> None:
-        if self._stored_lengths(position) is None:
+        if self._cached_lengths(position) is None:
             self.prepared(position)
         if self._check_lengths is not None:
             converted(self._check_lengths, self.lengths(position), lambda: self._stream.where(position))
@@ -137,5 +137,5 @@ class SampleReader:
     def _prepare(self, position: int) -> Any:
         return converted(self._preparation.prepare, self.sample(position), lambda: self._stream.where(position))
 
-    def _stored_lengths(self, position: int) -> Sequence[int] | None:
-        return None if self._stored is None else self._stored.lengths(position)
+    def _cached_lengths(self, position: int) -> Sequence[int] | None:
+        return None if self._cached is None else self._cached.lengths(position)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megatron_wrap.data.sources import json_files, tables
-from megatron_wrap.data.sources.json_lines import parse_line, too_long
+from megatron_wrap.data.sources.json_files import parse_line, too_long
 from megatron_wrap.data.sources.rows import BadSample
 from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint
 
@@ -92,17 +92,17 @@ class InputFiles:
                 yield from self._read_rows(number, row, done)
                 done, number, row = done + self.sizes[number], number + 1, 0
                 continue
-            taken = [number]
+            files = [number]
             size = self.sizes[number]
-            while len(taken) < _BATCH_ROWS and size < _BATCH_BYTES and taken[-1] + 1 < len(self.paths):
-                following = taken[-1] + 1
+            while len(files) < _BATCH_ROWS and size < _BATCH_BYTES and files[-1] + 1 < len(self.paths):
+                following = files[-1] + 1
                 if not self._is_whole(self.paths[following]):
                     break
-                taken.append(following)
+                files.append(following)
                 size += self.sizes[following]
             done += size
-            number = taken[-1] + 1
-            yield Batch("files", "", [1] * len(taken), [self.paths[index] for index in taken], Position(number), done)
+            number = files[-1] + 1
+            yield Batch("files", "", [1] * len(files), [self.paths[index] for index in files], Position(number), done)
 
     def _is_whole(self, path: str) -> bool:
         return self._unit == "file" and not _plain(path).endswith(_JSON + _TABLES)
@@ -120,13 +120,13 @@ class InputFiles:
             yield from self._batches("table", number, done, rows, done_at)
             return
         kind: Literal["json", "text"] = "json" if _plain(path).endswith(_JSON) else "text"
-        file, stored = json_files.open_bytes(path)
+        file, raw_file = json_files.open_bytes(path)
         with file:
             lines = json_files.numbered_lines(path, file, _MAX_DOCUMENT_BYTES)
             parts = _paragraphs(lines) if kind == "text" and self._unit == "paragraph" else lines
             numbered = enumerate(parts, 1)
             rows = ((count, at, line) for count, (at, line) in numbered if count > first and not line.isspace())
-            yield from self._batches(kind, number, done, rows, lambda _: stored.tell())
+            yield from self._batches(kind, number, done, rows, lambda _: raw_file.tell())
 
     def _batches(
         self,
@@ -244,8 +244,8 @@ def _files(name: str, suffixes: tuple[str, ...]) -> list[str]:
     else:
         raise DataError(f"{name}: no such input{missing_path_hint(name)}")
     if not files:
-        wanted = f" with the ending {' or '.join(suffixes)}" if suffixes else ""
-        raise DataError(f"{name}: contains no file{wanted}; give --input other files")
+        condition = f" with the ending {' or '.join(suffixes)}" if suffixes else ""
+        raise DataError(f"{name}: contains no file{condition}; give --input other files")
     return files
 
 

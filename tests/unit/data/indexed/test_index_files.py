@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_wrap.data.indexed.index_writer import Documents, GrowingFiles, merge, read_part, token_dtype, write_pair
+from megatron_wrap.data.indexed.index_files import Documents, GrowingFiles, merge, read_part, token_dtype, write_pair
 from megatron_wrap.errors import DataError
 from megatron_wrap.platform import choose_platform
 

@@ -1,1 +1,0 @@
-"""Converts files of text to indexed data, and trains tokenizers."""
