@@ -77,7 +77,7 @@ def decode(tree: ComposedConfig, name: str) -> RunConfig:
 
 def write_resolved(config: RunConfig, path: str | os.PathLike[str]) -> None:
     """Write all resolved values but secrets as YAML, each with its origin as a comment."""
-    Path(path).write_text(config.resolved_yaml, encoding="utf-8")
+    Path(path).write_text(config.record, encoding="utf-8")
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Mapping[str, Any]:
