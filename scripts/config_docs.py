@@ -20,10 +20,10 @@ from typing import Any, get_args, get_type_hints
 from _generated import write_or_check
 
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml, read_yaml
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.config.schema.keys import describe_key, documentation, has_yaml_form, key_range
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
-from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.flow import MegatronWrapFlowEntry
 from megatron_wrap.flow.entry import SHIPPED
 

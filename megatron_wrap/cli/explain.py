@@ -9,6 +9,7 @@ from megatron_wrap.bridge.export.adapted import adapter_lines
 from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.bridge.loading.hub import with_downloads
 from megatron_wrap.config import RunConfig
+from megatron_wrap.config.checks.run import check_configuration
 from megatron_wrap.config.decode import decode, load_tree
 from megatron_wrap.config.defaults import (
     CONNECTIONS,
@@ -21,7 +22,6 @@ from megatron_wrap.config.defaults import (
 from megatron_wrap.config.explain import explain
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS
-from megatron_wrap.config.standalone_checks import check_configuration
 from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
 from megatron_wrap.launch.nodes import nodes_of
 from megatron_wrap.plan.context_exchange import exchange_choice

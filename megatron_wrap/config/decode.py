@@ -10,18 +10,15 @@ from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config.checks.contradictions import applies
 from megatron_wrap.config.hugging_face import add_hugging_face
-from megatron_wrap.config.reading.nest import ValidatedNest, read_nest
-from megatron_wrap.config.reading.origins import ComposedConfig, Origin
-from megatron_wrap.config.reading.unknown_keys import KeyRules
+from megatron_wrap.config.reading.nest import KeyRules, ValidatedNest, read_nest
+from megatron_wrap.config.reading.tree import ComposedConfig, Origin
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, read_yaml, shown_path
+from megatron_wrap.config.schema.data import decode_evaluation_sets, decode_sources
 from megatron_wrap.config.schema.familiar_names import familiar_advice, unknown_key_hint
-from megatron_wrap.config.schema.keys import with_default
+from megatron_wrap.config.schema.keys import Mismatch, check_value, parse_annotation, with_default
 from megatron_wrap.config.schema.reference_models import decode_reference_model
-from megatron_wrap.config.schema.retired_keys import key_advice, set_elsewhere
 from megatron_wrap.config.schema.run import CATCH_ALL, SECTION_AT, SECTION_PATHS, UPSTREAM, RunConfig
-from megatron_wrap.config.schema.sources import decode_evaluation_sets, decode_sources
-from megatron_wrap.config.schema.types import Mismatch, check_value, parse_annotation
-from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
+from megatron_wrap.config.schema.upstream import key_advice, set_elsewhere, upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, Mistakes
 from megatron_wrap.hidden_secrets import remember_secrets
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_wrap.config.reading.origins import Origin, SetBy
+from megatron_wrap.config.reading.tree import Origin, SetBy
 from megatron_wrap.config.reading.yaml_nodes import Node
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.fp8 import fp8_settings
+from megatron_wrap.config.schema.derived import fp8_settings
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.platform.base.machine import Machine

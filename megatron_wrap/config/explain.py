@@ -7,12 +7,11 @@ from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.defaults import Choice
-from megatron_wrap.config.reading.origins import ComposedConfig, Origin, Section
+from megatron_wrap.config.reading.tree import ComposedConfig, Origin, Section
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.familiar_names import familiar_advice
-from megatron_wrap.config.schema.keys import describe_key, documentation
+from megatron_wrap.config.schema.keys import describe_key, describe_type, documentation
 from megatron_wrap.config.schema.run import SECTION_AT, SECTION_PATHS, UPSTREAM, RunConfig
-from megatron_wrap.config.schema.types import describe_type
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, closest, did_you_mean
 

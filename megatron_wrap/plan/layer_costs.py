@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.fp8 import fp8_settings
+from megatron_wrap.config.schema.derived import fp8_settings
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.plan.model_parts import (
     OUTPUT,

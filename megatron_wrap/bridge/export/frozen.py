@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from megatron_wrap.bridge.export.adapted import layers_with_adapters
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.mapping.adapter_targets import ADAPTER, adapter_family
-from megatron_wrap.config.checks.located_errors import refuse
+from megatron_wrap.config.checks.contradictions import refuse
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import UnsupportedModel, did_you_mean
 from megatron_wrap.plan.model_parts import ModelShape, model_shape, parameter_names

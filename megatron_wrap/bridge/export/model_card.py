@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_wrap.bridge.export.training_record import DataRecord, TrainingRecord
-from megatron_wrap.config.schema.sources import source_kind
+from megatron_wrap.config.schema.data import source_kind
 from megatron_wrap.hidden_secrets import HIDDEN, SECRET_NAME, hide_secrets
 from megatron_wrap.utils.atomic_write import write_atomically
 

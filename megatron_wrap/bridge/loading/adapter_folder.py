@@ -17,12 +17,11 @@ from megatron_wrap.bridge.mapping.adapter_targets import (
     task_type,
 )
 from megatron_wrap.bridge.mapping.family import Family
-from megatron_wrap.config.reading.json_file import read_json
+from megatron_wrap.config.config_json import read_json
 from megatron_wrap.config.reading.yaml_nodes import describe, inline_yaml
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.keys import key_range
+from megatron_wrap.config.schema.keys import Mismatch, check_value, key_range
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
-from megatron_wrap.config.schema.types import Mismatch, check_value
 from megatron_wrap.errors import CheckpointError
 
 CONFIG = "adapter_config.json"

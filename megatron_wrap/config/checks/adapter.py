@@ -2,7 +2,7 @@
 
 import re
 
-from megatron_wrap.config.checks.located_errors import refuse
+from megatron_wrap.config.checks.contradictions import refuse
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 

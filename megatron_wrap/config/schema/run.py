@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_wrap.config.reading.origins import Origin, SetBy
-from megatron_wrap.config.reading.tree import schema_line
+from megatron_wrap.config.reading.tree import Origin, SetBy, schema_line
 from megatron_wrap.config.reading.yaml_nodes import dump_yaml
 from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.keys import key

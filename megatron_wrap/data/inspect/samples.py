@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.data.order.sample_sets import NumberedSamples, epoch_counts, open_source
 from megatron_wrap.errors import ConfigError, DataError, did_you_mean
 from megatron_wrap.platform import choose_platform

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.data.inspect.samples import select_from
 from megatron_wrap.errors import DataError
 
