@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.reading.tree import INHERIT, OVERRIDE, SELECT, Folder, TreeFile, flow_definition
 from megatron_wrap.config.schema.data import SourceConfig
-from megatron_wrap.config.schema.keys import documentation, has_yaml_form, key_range, parse_annotation, with_default
+from megatron_wrap.config.schema.keys import documentation, has_yaml_form, key_ranges, parse_annotation, with_default
 from megatron_wrap.config.schema.reference_models import SOURCES as MODEL_SOURCES
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.run import CATCH_ALL, SECTION_AT, SECTION_PATHS, UPSTREAM, RunConfig
@@ -68,7 +68,7 @@ def keys_schema(section: type, without: frozenset[str] = frozenset()) -> dict[st
             continue
         form = _FORMS.get((section.__name__, field.name))
         schema: Schema = {"$ref": f"#/$defs/{form}"} if form else type_schema(hints[field.name])
-        allowed = key_range(field)
+        allowed = key_ranges(section).get(field.name)
         if allowed is not None:
             bounds = {"minimum": allowed.at_least, "exclusiveMinimum": allowed.above}
             bounds |= {"maximum": allowed.at_most, "exclusiveMaximum": allowed.below}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -20,7 +19,7 @@ from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.config_json import read_json
 from megatron_wrap.config.reading.yaml_nodes import describe, inline_yaml
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.keys import Mismatch, check_value, key_range
+from megatron_wrap.config.schema.keys import Mismatch, check_value, key_ranges
 from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
 from megatron_wrap.errors import CheckpointError
 
@@ -94,9 +93,9 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _check_types(path: Path, values: Mapping[str, Any]) -> None:
     """Compare the values of `_KEYS`, unless they are null, with the types and ranges of `AdapterConfig`."""
-    hints, ranges = get_type_hints(AdapterConfig), {field.name: key_range(field) for field in fields(AdapterConfig)}
+    hints, ranges = get_type_hints(AdapterConfig), key_ranges(AdapterConfig)
     for key in _KEYS:
-        value, allowed = values.get(key), ranges[key]
+        value, allowed = values.get(key), ranges.get(key)
         if value is None:
             continue
         try:

@@ -6,6 +6,7 @@ Computed contradictions, and those of more keys, are in the files of the section
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from megatron_wrap.config.reading.tree import SetBy
@@ -252,7 +253,7 @@ def check_needs(config: RunConfig) -> None:
     """
     mistakes = Mistakes()
     for need in NEEDS:
-        value, other, unused = config.value(need.key), config.value(need.other), _default(config, need.key)
+        (value, other), unused = attrgetter(need.key, need.other)(config), _default(config, need.key)
         if need.when is None:
             applies = value is not None and value is not False and value != unused
         elif isinstance(need.when, Range):

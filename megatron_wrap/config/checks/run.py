@@ -7,7 +7,6 @@ because the flow's code imports torch.
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, Literal, Union
 
 from megatron_wrap.config.checks.contradictions import check_each, check_needs, refuse
@@ -18,7 +17,7 @@ from megatron_wrap.config.reading.tree import shipped_flow_keys
 from megatron_wrap.config.reading.yaml_nodes import describe, inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.familiar_names import unknown_key_hint
-from megatron_wrap.config.schema.keys import Mismatch, Range, check_value, key_range
+from megatron_wrap.config.schema.keys import Mismatch, Range, check_value, key_ranges
 from megatron_wrap.config.schema.launch import RENDERED_OPTIONS
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.errors import ConfigError, Mistakes, PlatformError
@@ -106,12 +105,12 @@ def _check_ranges(config: RunConfig) -> None:
     mistakes = Mistakes()
     for section in SECTION_PATHS:
         decoded = getattr(config, section)
-        for field in fields(decoded):
-            allowed, value = key_range(field), getattr(decoded, field.name)
-            if allowed is not None and value is not None and not allowed.holds(value):
+        for name, allowed in key_ranges(type(decoded)).items():
+            value = getattr(decoded, name)
+            if value is not None and not allowed.holds(value):
                 null = "; null disables it" if allowed.null_means_off else ""
                 with mistakes.collected():
-                    refuse(config, [f"{section}.{field.name}"], f"must be {allowed}, not {value}{null}", ConfigError)
+                    refuse(config, [f"{section}.{name}"], f"must be {allowed}, not {value}{null}", ConfigError)
     mistakes.raise_first()
 
 

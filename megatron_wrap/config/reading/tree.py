@@ -312,4 +312,5 @@ def _applying(origins: Any) -> Any:
     """The value of the last of several origins, or of each key of a dictionary of origins."""
     if isinstance(origins, dict):
         return {key: _applying(nested) for key, nested in origins.items()}
-    return origins[-1].node.plain()
+    node = origins[-1].node
+    return node.plain() if isinstance(node.value, dict | list) else node.value

@@ -189,10 +189,11 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def key_range(field: Field[Any]) -> Range | None:
-    """The range of a key; None: its type alone limits it."""
-    allowed: Range | None = field.metadata.get(_RANGE)
-    return allowed
+@functools.cache
+def key_ranges(section: type) -> Mapping[str, Range]:
+    """Name of each field of a dataclass whose values have a range -> the range."""
+    ranges = {field.name: field.metadata.get(_RANGE) for field in dataclasses.fields(section)}
+    return {name: allowed for name, allowed in ranges.items() if allowed is not None}
 
 
 def has_yaml_form(field: Field[Any]) -> bool:
@@ -213,7 +214,7 @@ def describe_key(section: type, name: str) -> str:
     """The type and the range of a key in words, such as `a number or null, above 0`."""
     field = next(field for field in dataclasses.fields(section) if field.name == name)
     kind = field.metadata.get(_KIND) or describe_type(get_type_hints(section)[name])
-    allowed = key_range(field)
+    allowed = key_ranges(section).get(name)
     return kind if allowed is None else f"{kind}, {allowed}"
 
 
@@ -251,15 +252,14 @@ def checked_field(node: Node, into: type, name: str, path: str) -> Any:
         ConfigError: an unknown key, a wrong type, or a value out of range; the message has file, line and dotted path.
     """
     hints, path = get_type_hints(into), f"{path}.{name}"
-    fields = {field.name: field for field in dataclasses.fields(into)}
-    if name not in fields:
-        hint = unknown_key_hint(path, fields) or f"; the keys are {', '.join(fields)}"
+    if name not in hints:
+        hint = unknown_key_hint(path, hints) or f"; the keys are {', '.join(hints)}"
         raise ConfigError(f"{node.where} {path}: unknown key{hint}")
     try:
         value = check_value(node.plain(), hints[name])
     except Mismatch as mismatch:
         raise ConfigError(f"{node.where} {path}: {mismatch}, not {describe(node.plain())}") from None
-    allowed = key_range(fields[name])
+    allowed = key_ranges(into).get(name)
     if allowed is not None and value is not None and not allowed.holds(value):
         raise ConfigError(f"{node.where} {path}: must be {allowed}, not {value}")
     return value
