@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.config.reading.yaml_nodes import describe, shown_path
+from megatron_wrap.config.schema.keys import Mismatch, check_value
 from megatron_wrap.errors import ConfigError, MegatronWrapError, UnsupportedModel, special_file
 
 MAX_BYTES = 1 << 28
@@ -52,24 +52,12 @@ _SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
-"""Keys of sizes, which are at least 1."""
 _INTEGERS = (
-    *(
-        "original_max_position_embeddings",
-        "num_key_value_heads",
-        "head_dim",
-        "sliding_window",
-        "n_inner",
-        "n_shared_experts",
-    ),
-    *("shared_expert_intermediate_size", "q_lora_rank", "n_group", "topk_group", "rotary_dim"),
-    *("sliding_window_pattern",),
+    *("original_max_position_embeddings", "num_key_value_heads", "head_dim", "sliding_window", "n_inner"),
+    *("n_shared_experts", "shared_expert_intermediate_size", "q_lora_rank", "n_group", "topk_group", "rotary_dim"),
+    "sliding_window_pattern",
 )
-_DEFAULTED_INTEGERS: Mapping[str, int] = {
-    **{"decoder_sparse_step": 1, "first_k_dense_replace": 0, "no_rope_layer_interval": 1},
-    "full_attention_interval": 1,
-}
-"""Key -> its smallest value. These keys have a default if they are missing, and may not be null."""
+_INTERVALS = ("decoder_sparse_step", "no_rope_layer_interval", "full_attention_interval")
 _NUMBERS = (
     *("rms_norm_eps", "rope_theta", "partial_rotary_factor", "attention_dropout", "rope_local_base_freq"),
     *("attn_logit_softcapping", "final_logit_softcapping"),
@@ -85,9 +73,26 @@ _FLAGS = (
 )
 _ROPE_NUMBERS = (
     *("factor", "rope_theta", "partial_rotary_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
-    *("original_max_position_embeddings", "mscale", "mscale_all_dim", "attention_factor"),
-    "llama_4_scaling_beta",
+    *("original_max_position_embeddings", "mscale", "mscale_all_dim", "attention_factor", "llama_4_scaling_beta"),
 )
+_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys((*_SIZES, *_INTEGERS), int),
+    **dict.fromkeys((*_INTERVALS, "first_k_dense_replace"), int),
+    **dict.fromkeys(_NUMBERS, float),
+    **dict.fromkeys(_DEFAULTED_NUMBERS, float),
+    **dict.fromkeys(_FLAGS, bool),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers"), list[str | int]),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
+}
+"""Key -> type of its value."""
+_NOT_NULL = frozenset((*_INTERVALS, "first_k_dense_replace", *_DEFAULTED_NUMBERS))
+"""Keys that may be missing but not null."""
+_ROPE_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(_ROPE_NUMBERS, float),
+    **dict.fromkeys(("short_factor", "long_factor"), list[float]),
+    **dict.fromkeys(("rope_type", "type"), str),
+}
+"""Key of rotary parameters -> type of its value."""
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 """Kinds of layers, the keys of their rotary parameters (OLMo 3, Gemma 3)."""
 _LOOPS: Mapping[str, int] = {
@@ -100,69 +105,37 @@ _LOOPS: Mapping[str, int] = {
 
 
 def check_types(values: Mapping[str, Any]) -> None:
-    """Refuse values of a wrong type.
+    """Refuse values of a wrong type or size.
 
     Raises:
         ConfigError: with the key and the value.
     """
-    for names, least in ((_SIZES, 1), (_INTEGERS, 0)):
-        for name in names:
-            if values.get(name) is not None:
-                _check_integer(name, values[name], least, _LOOPS.get(name, MAX_INTEGER))
-    for name, least in _DEFAULTED_INTEGERS.items():
-        if name in values:
-            _check_integer(name, values[name], least, MAX_INTEGER)
-    for name in _NUMBERS:
-        _check_number(name, values.get(name))
-    for name in _DEFAULTED_NUMBERS:
-        if name in values and values[name] is None:
-            raise ConfigError(f"{name} must be a number, not null")
-        _check_number(name, values.get(name))
-    for name in _FLAGS:
-        if not isinstance(values.get(name), bool | None):
-            raise ConfigError(f"{name} must be true or false, not {describe(values[name])}")
-    for name in ("layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers"):
-        items = values.get(name)
-        if items is not None and not (isinstance(items, list) and all(isinstance(item, str | int) for item in items)):
-            raise ConfigError(f"{name} must be a list of names or numbers, not {describe(items)}")
+    _check_each(values, _TYPES)
     for name in ("rope_scaling", "rope_parameters"):
-        _check_rope(name, values.get(name))
+        rope = values.get(name) or {}
+        _check_each(rope, {**_ROPE_TYPES, **dict.fromkeys(_LAYER_KINDS, dict)}, f"{name}.")
         for kind in _LAYER_KINDS:
-            _check_rope(f"{name}.{kind}", (values.get(name) or {}).get(kind))
+            _check_each(rope.get(kind) or {}, _ROPE_TYPES, f"{name}.{kind}.")
 
 
-def _check_rope(name: str, rope: Any) -> None:
-    if not isinstance(rope, dict | None):
-        raise ConfigError(f"{name} must be a mapping, not {describe(rope)}")
-    for key in _ROPE_NUMBERS:
-        _check_number(f"{name}.{key}", (rope or {}).get(key))
-    for key in ("short_factor", "long_factor"):
-        factors = (rope or {}).get(key)
-        if not isinstance(factors, list | None):
-            raise ConfigError(f"{name}.{key} must be a list of numbers, not {describe(factors)}")
-        for factor in factors or ():
-            if factor is None:
-                raise ConfigError(f"{name}.{key} must be a list of numbers, not {describe(factors)}")
-            _check_number(f"{name}.{key}", factor)
-    for key in ("rope_type", "type"):
-        if not isinstance((rope or {}).get(key), str | None):
-            raise ConfigError(f"{name}.{key} must be a name, not {describe((rope or {})[key])}")
-
-
-def _check_integer(name: str, value: Any, at_least: int, at_most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be an integer, not {describe(value)}")
-    if not at_least <= value <= at_most:
-        raise ConfigError(f"{name} must be at least {at_least} and at most {at_most:,}, not {describe(value)}")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name} must be a number, not {describe(value)}")
-    if abs(value) > 1e30 or math.isnan(value):
-        raise ConfigError(f"{name} must be a finite number, not {describe(value)}")
+def _check_each(values: Mapping[str, Any], types: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse values that are not of their types; `prefix` is the beginning of the keys in messages."""
+    for name, hint in types.items():
+        value: Any = values.get(name)
+        if value is None and not (name in values and name in _NOT_NULL):
+            continue
+        numbers = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int | float)]
+        if not all(abs(number) <= 1e30 for number in numbers):
+            raise ConfigError(f"{prefix}{name} must be a finite number, not {describe(value)}")
+        try:
+            check_value(value, hint)
+        except Mismatch as mismatch:
+            raise ConfigError(f"{prefix}{name} {mismatch}, not {describe(value)}") from None
+        if hint is int:
+            least, most = int(name in (*_SIZES, *_INTERVALS)), _LOOPS.get(name, MAX_INTEGER)
+            if not least <= value <= most:
+                rule = f"must be at least {least} and at most {most:,}"
+                raise ConfigError(f"{prefix}{name} {rule}, not {describe(value)}")
 
 
 _READ = "FP8 (quant_method fp8 or compressed-tensors) and MXFP4 are read"

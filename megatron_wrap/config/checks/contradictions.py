@@ -99,6 +99,12 @@ _LATENT_ATTENTION = (
     *((name, (False,)) for name in ("add_qkv_bias", "add_bias_linear", "attention_output_gate")),
     *(("window_size", (None,)), ("softmax_type", ("vanilla",)), ("correction_range_round_to_int", (True,))),
 )
+_OF_FP8 = ("fp8_param_gather", "first_last_layers_bf16")
+_VIRTUAL_SIZE = "virtual_pipeline_model_parallel_size"
+_NUMBERS_OF_LAYERS = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    "num_layers_per_virtual_pipeline_stage",
+)
 _OWN_VALUES = "it needs the weights' own values"
 
 NEEDS = (
@@ -138,6 +144,7 @@ NEEDS = (
     Need("arch.mtp_loss_scaling_factor", "arch.mtp_num_layers"),
     Need("arch.mtp_num_layers", "arch.position_embedding_type", ("rope", "none"), when=Range(at_least=1)),
     Need("arch.mtp_num_layers", "arch.window_rotary_base", (None,), when=Range(at_least=1)),
+    Need("arch.mtp_num_layers", "dtype.fp8", (None,)),
     Need("arch.mtp_num_layers", "adapter.adapter_type", ("none",), reason="an adapter does not train these layers"),
     Need("arch.moe_ffn_hidden_size", "arch.num_experts"),
     Need("arch.moe_shared_expert_intermediate_size", "arch.num_experts"),
@@ -162,6 +169,8 @@ NEEDS = (
     Need("parallel.decoder_first_pipeline_num_layers", "parallel.pipeline_model_parallel_size", Range(above=1)),
     Need("parallel.decoder_last_pipeline_num_layers", "parallel.pipeline_model_parallel_size", Range(above=1)),
     Need("parallel.pipeline_model_parallel_layout", "parallel.pipeline_model_parallel_size", Range(above=1)),
+    Need("parallel.num_layers_per_virtual_pipeline_stage", f"parallel.{_VIRTUAL_SIZE}", (None,)),
+    *(Need("parallel.pipeline_model_parallel_layout", f"parallel.{name}", (None,)) for name in _NUMBERS_OF_LAYERS),
     Need("learning_rate.lr_wsd_decay_iters", "learning_rate.lr_decay_style", ("WSD",)),
     Need("learning_rate.lr_wsd_decay_samples", "learning_rate.lr_decay_style", ("WSD",)),
     Need("optimizer.use_distributed_optimizer", "optimizer.optimizer", ("adam",)),
@@ -205,6 +214,13 @@ NEEDS = (
     Need("arch.moe_grouped_gemm", "init.platform", ("auto", "cuda")),
     Need("arch.moe_grouped_gemm", "arch.transformer_impl", ("auto", "transformer_engine")),
     Need("dtype.fp8", "init.platform", ("auto", "cuda")),
+    Need("dtype.fp8", "dtype.bf16", (True,), remedy="select dtype bf16"),
+    Need("dtype.fp8", "arch.transformer_impl", ("auto", "transformer_engine")),
+    *(Need(f"dtype.{name}", "dtype.fp8", remedy="set it to hybrid") for name in _OF_FP8),
+    Need("dtype.fp8_param_gather", "optimizer.use_distributed_optimizer", (None, True)),
+    Need("dtype.fp8_param_gather", "adapter.adapter_type", ("none",), reason="its frozen weights are not gathered"),
+    # transformer_config.py: FP8 is then entered once for all layers
+    Need("dtype.first_last_layers_bf16", "dtype.fp8_recipe", ("tensorwise", "blockwise")),
     Need("train.freeze", "adapter.adapter_type", ("none",), reason="an adapter freezes all other weights"),
     Need("adapter.use_dora", "adapter.lora_dropout", (0.0,), when=True, reason="DoRA scales the base's output"),
     Need("adapter.use_dora", "adapter.target_parameters", ((),), when=True, remedy="write []"),
@@ -221,6 +237,8 @@ NEEDS = (
     ),
     Need("adapter.base_weights", "arch.transformer_impl", ("auto", "torch")),
     Need("adapter.base_weights", "dtype.fp8", (None,)),
+    Need("adapter.base_weights", "adapter.keep_base", (False,), reason="they are quantized from those of hf_path"),
+    Need("adapter.target_parameters", "adapter.lora_dropout", (0.0,), reason="inputs are not dropped, as in peft"),
     Need("model_provider.verify_hf", "adapter.base_weights", ("bf16",)),
     Need("train.global_batch_tokens", "train.rampup_batch_size", (None,), reason="it counts samples"),
     Need("train.global_batch_tokens", "train.train_samples", (None,), reason="it counts samples"),

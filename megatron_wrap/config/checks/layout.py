@@ -141,12 +141,6 @@ def _check_pipeline(config: RunConfig) -> None:
     stages = parallel.pipeline_model_parallel_size
     chunks, per_chunk = parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     virtual_keys = ["parallel.num_layers_per_virtual_pipeline_stage", "parallel.virtual_pipeline_model_parallel_size"]
-    if chunks is not None and per_chunk is not None:
-        refuse(
-            config,
-            virtual_keys,
-            "both virtual-pipeline keys are set, and each defines the number of chunks; delete one",
-        )
     if parallel.pipeline_model_parallel_layout is not None:
         _check_pipeline_layout(config, parallel.pipeline_model_parallel_layout)
         return
@@ -183,13 +177,6 @@ def _check_pipeline(config: RunConfig) -> None:
 
 def _check_pipeline_layout(config: RunConfig, text: str) -> None:
     parallel, key = config.parallel, "parallel.pipeline_model_parallel_layout"
-    names = (
-        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-        "num_layers_per_virtual_pipeline_stage",
-    )
-    for name in names:
-        if getattr(parallel, name) is not None:
-            refuse(config, [key, f"parallel.{name}"], f"defines the layers of all stages, as does {name}; delete one")
     try:
         layout = parse_layout(text, config.arch.num_layers, parallel.pipeline_model_parallel_size)
     except ValueError as error:

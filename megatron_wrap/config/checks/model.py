@@ -3,7 +3,6 @@
 from megatron_wrap.config.checks.contradictions import check_each, divisors, refuse
 from megatron_wrap.config.checks.layout import check_parallel
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.derived import fp8_settings
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 
 FLOWS_ON_LOGITS = (
@@ -154,8 +153,6 @@ def _check_multi_token_prediction(config: RunConfig) -> None:
         refuse(config, [key], rule)
     if derived.has_value_head(config):
         refuse(config, ["model_provider.provider_key", key], f"{config.model_provider.provider_key} predicts no tokens")
-    if fp8_settings(config) is not None:
-        refuse(config, [key, "dtype.fp8"], "these layers are not computed in FP8; set either to null")
 
 
 def _check_experts(config: RunConfig) -> None:

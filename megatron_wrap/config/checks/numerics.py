@@ -81,24 +81,8 @@ def _check_fp8(config: RunConfig) -> None:
     """
     fp8 = fp8_settings(config)
     if fp8 is None:
-        for name in ("fp8_param_gather", "first_last_layers_bf16"):
-            if getattr(config.dtype, name):
-                rule = f"true only applies with {SECTION_PATHS['dtype']}.fp8, which is null; set it to hybrid"
-                refuse(config, [f"dtype.{name}"], rule)
         return
-    if not config.dtype.bf16:
-        refuse(config, ["dtype.fp8"], f"{fp8.format} needs bf16: true; select dtype bf16")
-    if config.arch.transformer_impl == "torch":
-        refuse(
-            config,
-            ["dtype.fp8", "arch.transformer_impl"],
-            f"{fp8.format} needs the layers of Transformer Engine, but transformer_impl is torch; "
-            "set transformer_impl: auto or transformer_engine, or fp8: null",
-        )
     _check_bf16_layers(config, fp8)
-    if fp8.param_gather and config.optimizer.use_distributed_optimizer is False:
-        rule = f"true needs {SECTION_PATHS['optimizer']}.use_distributed_optimizer, which is false; set either to null"
-        refuse(config, ["dtype.fp8_param_gather"], rule)
     if fp8.param_gather and fp8.recipe != "delayed" and config.optimizer.upstream.get("optimizer_cpu_offload"):
         rule = f"with optimizer_cpu_offload, fp8_param_gather needs fp8_recipe delayed, which is {fp8.recipe}"
         refuse(config, ["dtype.fp8_param_gather", "dtype.fp8_recipe"], rule)
@@ -106,11 +90,6 @@ def _check_fp8(config: RunConfig) -> None:
 
 
 def _check_bf16_layers(config: RunConfig, fp8: Fp8Settings) -> None:
-    if not fp8.first_last_layers_bf16:
-        return
-    if fp8.recipe == "delayed":  # transformer_config.py: FP8 is then entered once for all layers
-        rule = "true does not work with fp8_recipe delayed; choose fp8_recipe tensorwise or blockwise"
-        refuse(config, ["dtype.first_last_layers_bf16", "dtype.fp8_recipe"], rule)
     most = config.arch.num_layers // config.parallel.pipeline_model_parallel_size
     for name, count in (
         ("num_layers_at_start_in_bf16", fp8.layers_at_start_in_bf16),
