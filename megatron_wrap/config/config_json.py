@@ -209,7 +209,7 @@ def read_quantization(values: Mapping[str, Any]) -> Quantization | None:
 def _compressed(section: Mapping[str, Any]) -> Quantization:
     """Scaling and block from the values of compressed-tensors (compressed_tensors/quantization/quant_config.py and
     quant_args.py)."""
-    stored_as = section.get("format", "float-quantized")
+    weight_format = section.get("format", "float-quantized")
     groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ConfigError("quantization_config of compressed-tensors has no config_groups; download config.json again")
@@ -219,8 +219,10 @@ def _compressed(section: Mapping[str, Any]) -> Quantization:
         weights = weights if isinstance(weights, dict) else {}
         number = (weights.get("type"), weights.get("num_bits"))
         strategy = weights.get("strategy")
-        if stored_as not in ("float-quantized", "naive-quantized") or number != ("float", 8):
-            name = _NOT_READ.get(str(stored_as), f"compressed-tensors {stored_as} ({number[0]}, {number[1]} bits)")
+        if weight_format not in ("float-quantized", "naive-quantized") or number != ("float", 8):
+            name = _NOT_READ.get(
+                str(weight_format), f"compressed-tensors {weight_format} ({number[0]}, {number[1]} bits)"
+            )
             raise UnsupportedModel(f"the weights are quantized with {name}, which is not read; {_ADVICE} ({_READ})")
         if strategy not in ("tensor", "channel", "block"):
             raise UnsupportedModel(f"FP8 weights have the strategy {strategy!r}; tensor, channel and block are read")

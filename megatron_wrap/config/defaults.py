@@ -234,10 +234,12 @@ def with_choices(config: RunConfig, chosen: tuple[Choice, ...]) -> RunConfig:
 
 def _replaced(section: Any, keys: Mapping[str, Any]) -> Any:
     """The section with these values; Megatron-Core's own keys are in its `upstream`."""
-    names = {field.name for field in dataclasses.fields(section)}
-    ours = {name: value for name, value in keys.items() if name in names}
-    theirs = {name: value for name, value in keys.items() if name not in names}
-    return dataclasses.replace(section, **ours, **({"upstream": {**section.upstream, **theirs}} if theirs else {}))
+    fields = {field.name for field in dataclasses.fields(section)} & keys.keys()
+    upstream = {name: value for name, value in keys.items() if name not in fields}
+    values = {name: keys[name] for name in fields}
+    return dataclasses.replace(
+        section, **values, **({"upstream": {**section.upstream, **upstream}} if upstream else {})
+    )
 
 
 def cuda_connections(config: RunConfig, machine: Machine, environment: str | None) -> Choice:

@@ -133,9 +133,9 @@ def _with_names(sources: Sequence[SourceConfig]) -> list[SourceConfig]:
     named: list[SourceConfig] = []
     for source in sources:
         base = source.name or _name_of(source.path)
-        taken = {other.name for other in named}
+        used = {other.name for other in named}
         names = [base, *(f"{base}-{number}" for number in range(2, len(sources) + 1))]
-        named.append(dataclasses.replace(source, name=next(name for name in names if name not in taken)))
+        named.append(dataclasses.replace(source, name=next(name for name in names if name not in used)))
     return named
 
 
