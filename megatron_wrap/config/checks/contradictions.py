@@ -105,6 +105,7 @@ _NUMBERS_OF_LAYERS = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "num_layers_per_virtual_pipeline_stage",
 )
+_QUANTIZED_AT_START = "checkpoints cannot contain weights that are quantized from those of hf_path"
 _OWN_VALUES = "it needs the weights' own values"
 
 NEEDS = (
@@ -237,7 +238,7 @@ NEEDS = (
     ),
     Need("adapter.base_weights", "arch.transformer_impl", ("auto", "torch")),
     Need("adapter.base_weights", "dtype.fp8", (None,)),
-    Need("adapter.base_weights", "adapter.keep_base", (False,), reason="they are quantized from those of hf_path"),
+    Need("adapter.keep_base", "adapter.base_weights", ("bf16",), reason=_QUANTIZED_AT_START),
     Need("adapter.target_parameters", "adapter.lora_dropout", (0.0,), reason="inputs are not dropped, as in peft"),
     Need("model_provider.verify_hf", "adapter.base_weights", ("bf16",)),
     Need("train.global_batch_tokens", "train.rampup_batch_size", (None,), reason="it counts samples"),
