@@ -20,10 +20,10 @@ from typing import Any, get_args, get_type_hints
 from _generated import write_or_check
 
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml, read_yaml
-from megatron_wrap.config.schema.keys import describe_key, documentation, has_yaml_form, key_range
+from megatron_wrap.config.schema.data import SourceConfig
+from megatron_wrap.config.schema.keys import describe_key, documentation, has_yaml_form, key_ranges
 from megatron_wrap.config.schema.reference_models import ReferenceModelConfig
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
-from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.flow import MegatronWrapFlowEntry
 from megatron_wrap.flow.entry import SHIPPED
 
@@ -85,7 +85,7 @@ class Keys:
         choices = list(dict.fromkeys(_choices(get_type_hints(self.declared_by)[field.name])))
         if not all(re.search(rf"(?<![\w-]){re.escape(choice)}(?![\w-])", parts[0]) for choice in choices):
             parts.append(f"One of {', '.join(choices)}.")
-        allowed = key_range(field)
+        allowed = key_ranges(self.declared_by).get(field.name)
         if allowed is not None and " and " in str(allowed):
             parts.append(f"{str(allowed).capitalize()}.")
         if self.is_required(field):

@@ -19,12 +19,13 @@ from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.json_schema import (
     SECTION_PATHS,
     FlowKeys,
+    Schema,
     UpstreamKeys,
     installed_upstream_keys,
     json_schema,
     keys_name,
+    keys_schema,
 )
-from megatron_wrap.config.json_types import Schema, keys_schema
 from megatron_wrap.config.reading.tree import INHERIT, open_tree
 from megatron_wrap.config.schema.run import UPSTREAM
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields

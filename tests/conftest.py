@@ -168,7 +168,7 @@ def _read_for_runs() -> None:
         config = load_run_config(Path(__file__).parent / "unit/small_run.yaml")
     finally:
         os.chdir(here)
-    assert config.resolved_yaml
+    assert config.record
     for origin in config.origins.values():
         inline_yaml(origin.node.value)
 

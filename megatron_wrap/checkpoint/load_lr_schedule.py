@@ -9,8 +9,8 @@ from typing import Any
 from megatron_wrap.checkpoint.saved_run import section_of
 from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.keys import check_value
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.config.schema.types import check_value
 from megatron_wrap.errors import CheckpointError
 
 _RATE, _OPTIMIZER, _TRAIN = (SECTION_PATHS[name] for name in ("learning_rate", "optimizer", "train"))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_wrap.config.checks.process_count import check_layout
+from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.inference.trained_model import SOURCES, read_model

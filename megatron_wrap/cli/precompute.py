@@ -19,9 +19,10 @@ from megatron_wrap.cli.launching import (
     started,
 )
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.process_count import check_layout
-from megatron_wrap.config.checks.run import check_run, check_values
+from megatron_wrap.config.checks.layout import check_layout
+from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.schema import derived
+from megatron_wrap.core.validation.paths import check_run
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.launch.contract import Program
 

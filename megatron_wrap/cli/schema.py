@@ -10,10 +10,9 @@ from megatron_wrap.config.json_schema import (
     FlowKeys,
     installed_upstream_keys,
     json_schema,
-    shipped_flow_keys,
+    keys_schema,
 )
-from megatron_wrap.config.json_types import keys_schema
-from megatron_wrap.config.reading.tree import open_tree, shipped_schema
+from megatron_wrap.config.reading.tree import open_tree, shipped_flow_keys, shipped_schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,18 +10,15 @@ from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config.checks.contradictions import applies
 from megatron_wrap.config.hugging_face import add_hugging_face
-from megatron_wrap.config.reading.nest import ValidatedNest, read_nest
-from megatron_wrap.config.reading.origins import ComposedConfig, Origin
-from megatron_wrap.config.reading.unknown_keys import KeyRules
+from megatron_wrap.config.reading.nest import KeyRules, ValidatedNest, read_nest
+from megatron_wrap.config.reading.tree import ComposedConfig, Origin, SetBy
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, read_yaml, shown_path
+from megatron_wrap.config.schema.data import decode_evaluation_sets, decode_sources
 from megatron_wrap.config.schema.familiar_names import familiar_advice, unknown_key_hint
-from megatron_wrap.config.schema.keys import with_default
+from megatron_wrap.config.schema.keys import Mismatch, check_value, parse_annotation, with_default
 from megatron_wrap.config.schema.reference_models import decode_reference_model
-from megatron_wrap.config.schema.retired_keys import key_advice, set_elsewhere
 from megatron_wrap.config.schema.run import CATCH_ALL, SECTION_AT, SECTION_PATHS, UPSTREAM, RunConfig
-from megatron_wrap.config.schema.sources import decode_evaluation_sets, decode_sources
-from megatron_wrap.config.schema.types import Mismatch, check_value, parse_annotation
-from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
+from megatron_wrap.config.schema.upstream import key_advice, set_elsewhere, upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, Mistakes
 from megatron_wrap.hidden_secrets import remember_secrets
 
@@ -71,13 +68,13 @@ def decode(tree: ComposedConfig, name: str) -> RunConfig:
     remember_secrets(tree.values)
     leaves = tree.leaves()
     origins = {path: settings[-1] for path, settings in leaves.items()}
-    undeclared = frozenset(path for path, settings in leaves.items() if settings[0].by_run)
+    undeclared = frozenset(path for path, settings in leaves.items() if settings[0].set_by >= SetBy.RUN)
     return RunConfig(name=name, **sections, resolved=tree.values, origins=origins, undeclared=undeclared)
 
 
 def write_resolved(config: RunConfig, path: str | os.PathLike[str]) -> None:
     """Write all resolved values but secrets as YAML, each with its origin as a comment."""
-    Path(path).write_text(config.resolved_yaml, encoding="utf-8")
+    Path(path).write_text(config.record, encoding="utf-8")
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -116,11 +113,13 @@ def _decode_section(tree: ComposedConfig, section: str) -> Any:
         if key not in values:
             file = shown_path(tree.sections[path].files[-1].path)
             raise ConfigError(f"{file} {path}.{key}: missing; define it, or inherit a file of this section that does")
-        with mistakes.collected():
+        try:
             if (section, key) in _DECODERS:
                 decoded[key] = _DECODERS[section, key](_last_node(origins[key]), f"{path}.{key}")
             else:
                 decoded[key] = _checked(tree, values[key], origins[key], hint, f"{path}.{key}")
+        except ConfigError as mistake:
+            mistakes.add(mistake)
     catch_all = CATCH_ALL & {field.name for field in dataclasses.fields(section_class)}
     further = [key for key in values if key not in hints]
     for name in catch_all:
@@ -160,10 +159,10 @@ def _first_origin(origins: Any) -> Origin:
 def _checked(tree: ComposedConfig, value: Any, origins: Any, hint: Any, path: str) -> Any:
     if isinstance(origins, dict):
         raise ConfigError(f"{_first_origin(origins).node.where} {path}: a single value is expected, not a mapping")
-    where = origins[-1].node.where
     try:
         return check_value(value, hint)
     except Mismatch as mismatch:
+        where = origins[-1].node.where
         if value is None and not origins[-1].by_run:
             raise ConfigError(_missing_value(tree, path, mismatch, where)) from None
         raise ConfigError(f"{where} {path}: {mismatch}, not {describe(value)}") from None

@@ -1,18 +1,19 @@
 """Defaults that depend on machine and layout: the choices for keys that the YAML leaves null, each with its reason.
 
-`megatron-wrap explain` prints them; a value in the YAML takes precedence.
+A default is a table of rows (condition, value, reason), the first of which that holds applies. `megatron-wrap explain`
+prints the choices; a value in the YAML takes precedence. docs/performance.md has the measurements.
 """
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_wrap.config.reading.origins import Origin, SetBy
+from megatron_wrap.config.reading.tree import Origin, SetBy
 from megatron_wrap.config.reading.yaml_nodes import Node
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.fp8 import fp8_settings
+from megatron_wrap.config.schema.derived import fp8_settings
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.platform.base.machine import Machine
@@ -24,11 +25,9 @@ HIDDEN_COMMUNICATION = "parallel.tp_comm_overlap"
 LAYERS = "arch.transformer_impl"
 GRAPHS = "arch.cuda_graph_impl"
 _HIDING_ELEMENTS = 2**24
-"""Tokens of a micro-batch times the hidden size, for each tensor-parallel process, from which torch's layers without
-CUDA graphs overlap communication with their matmuls: the smallest size that was measured to gain by it, 53,673 tokens/s
-per GPU compared with 51,450 in an earlier call (two H200s, 2026-11-26, `scripts/benchmark/gpu_two.sh`, 1.5B Llama, TP
-2, 4 x 4,096 tokens, hidden size 2,048, bf16). With half of the tokens the layers wait for Python, which queues more
-kernels for it: 4.7 ms instead of 3.9."""
+"""Smallest product of a micro-batch's tokens and the hidden size, for each tensor-parallel process, from which torch's
+layers without CUDA graphs gain by overlapped communication (`scripts/benchmark/gpu_two.sh`). With fewer tokens the
+layers wait for Python, which queues more kernels for it."""
 _GRAPHS_FROM = (0, 19)
 """First version of Megatron-Core for which CUDA graphs of layers were measured."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -61,6 +60,28 @@ class Choice:
         return f"{self.path} {value}: {self.reason}"
 
 
+class _Row(NamedTuple):
+    """A default that applies where `condition` is true."""
+
+    condition: Any
+    value: Any
+    reason: str
+    must: bool = False
+    """Whether any other value would be refused, also the value of a checkpoint."""
+
+
+def _first(key: str, rows: Iterable[_Row], saved: Mapping[str, Any] | None = None) -> Choice:
+    """The choice of the first row that applies.
+
+    Args:
+        saved: section.key -> value in the checkpoint that the run resumes from.
+    """
+    row = next(row for row in rows if row.condition)
+    if saved is not None and key in saved and not row.must:
+        return Choice(key, saved[key], "as in the checkpoint from which the run resumes")
+    return Choice(key, row.value, row.reason)
+
+
 def choices(
     config: RunConfig, machine: Machine, shards: int, saved: Mapping[str, bool] | None = None
 ) -> tuple[Choice, ...]:
@@ -70,16 +91,13 @@ def choices(
         shards: processes that share a gradient, DP * CP.
         saved: section.key -> value in the checkpoint that the run resumes from.
     """
-    saved = saved or {}
-    distributed = _choose("optimizer.use_distributed_optimizer", saved, *_distributed(config, machine, shards))
+    distributed = _first("optimizer.use_distributed_optimizer", _distributed(config, machine, shards), saved)
     is_distributed = bool(_decided(config, distributed))
-    reduce = _choose("ddp.overlap_grad_reduce", saved, *_overlapped_reduce(config, machine, shards))
+    reduce = _first("ddp.overlap_grad_reduce", _overlapped_reduce(config, machine, shards), saved)
     is_overlapped = bool(_decided(config, reduce))
-    gather = _choose(
-        "ddp.overlap_param_gather", saved, *_overlapped_gather(config, machine, is_distributed, is_overlapped)
-    )
-    clipping = _choose(FUSED_CLIPPING, saved, *_fused_clipping(config, machine))
-    chosen = [distributed, reduce, gather, clipping]
+    gather_rows = _overlapped_gather(config, machine, is_distributed, is_overlapped)
+    gather = _first("ddp.overlap_param_gather", gather_rows, saved)
+    chosen = [distributed, reduce, gather, _first(FUSED_CLIPPING, _fused_clipping(config, machine), saved)]
     if config.ddp.ddp_bucket_size is None and is_overlapped:
         size = max(40_000_000, 1_000_000 * shards)  # distributed_data_parallel.py
         chosen.append(Choice("ddp.ddp_bucket_size", size, f"Megatron-Core's rule for {shards} processes"))
@@ -98,8 +116,9 @@ def layer_choices(config: RunConfig, machine: Machine, saved: Mapping[str, Any] 
     saved, chosen = saved or {}, []
     with_torch = dataclasses.replace(config, arch=dataclasses.replace(config.arch, transformer_impl="torch"))
     if config.arch.transformer_impl == "auto" and saved.get(LAYERS, "torch") == "torch":
-        faster = derived.captures_graphs(config.arch) or _graphs(with_torch, machine) is not None
-        faster = faster or _hidden_communication(with_torch, machine)[0] or _exchanges_tokens(config)
+        overlapped = _first(HIDDEN_COMMUNICATION, _overlapped_communication(with_torch, machine)).value
+        captured = derived.captures_graphs(config.arch) or _graphs(with_torch, machine) is not None
+        faster = captured or overlapped or _exchanges_tokens(config)
         if faster and machine.transformer_engine is not None and machine.triton and _has_measured_layers(config):
             reason = "they were measured to be faster where ranks divide layers, sequences or experts"
             chosen.append(Choice(LAYERS, "torch", reason))
@@ -109,7 +128,7 @@ def layer_choices(config: RunConfig, machine: Machine, saved: Mapping[str, Any] 
         chosen.append(graphs)
         config = with_choices(config, (graphs,))
     if tensor > 1 and config.parallel.tp_comm_overlap is None:
-        chosen.append(_choose(HIDDEN_COMMUNICATION, saved, *_hidden_communication(config, machine)))
+        chosen.append(_first(HIDDEN_COMMUNICATION, _overlapped_communication(config, machine), saved))
     return tuple(chosen)
 
 
@@ -163,7 +182,7 @@ def kernel_choices(arch: ArchConfig, machine: Machine, transformer_engine: bool)
     yield Choice("arch.bias_activation_fusion", arch.swiglu, reason)
     if machine.weight_gradients is not None:
         can = "accumulate" if machine.weight_gradients else "do not accumulate"
-        reason = f"torch and the device {can} half-precision products in fp32"
+        reason = f"torch and the device {can} half-precision matmuls in fp32"
         yield Choice("arch.gradient_accumulation_fusion", machine.weight_gradients, reason)
 
 
@@ -173,14 +192,14 @@ def experts_choice(arch: ArchConfig, fp8: bool) -> Choice:
     Args:
         fp8: whether the matmuls of experts are in FP8.
     """
-    value, reason = arch.experts_impl, "experts_impl"
-    if value == "auto" and arch.moe_grouped_gemm is not None:
-        value, reason = ("transformer_engine" if arch.moe_grouped_gemm else "sequential"), "moe_grouped_gemm"
-    elif value == "auto" and fp8:
-        value, reason = "transformer_engine", "Transformer Engine multiplies in FP8"
-    elif value == "auto":
-        value, reason = "grouped_mm", "torch multiplies all experts at once"
-    return Choice("arch.experts_impl", value, reason)
+    rows = (
+        _Row(arch.experts_impl != "auto", arch.experts_impl, "experts_impl"),
+        _Row(arch.moe_grouped_gemm, "transformer_engine", "moe_grouped_gemm"),
+        _Row(arch.moe_grouped_gemm is not None, "sequential", "moe_grouped_gemm"),
+        _Row(fp8, "transformer_engine", "Transformer Engine multiplies in FP8"),
+        _Row(True, "grouped_mm", "torch multiplies all experts at once"),
+    )
+    return _first("arch.experts_impl", rows)
 
 
 def _model_choices(config: RunConfig, machine: Machine) -> Iterator[Choice]:
@@ -215,10 +234,12 @@ def with_choices(config: RunConfig, chosen: tuple[Choice, ...]) -> RunConfig:
 
 def _replaced(section: Any, keys: Mapping[str, Any]) -> Any:
     """The section with these values; Megatron-Core's own keys are in its `upstream`."""
-    names = {field.name for field in dataclasses.fields(section)}
-    ours = {name: value for name, value in keys.items() if name in names}
-    theirs = {name: value for name, value in keys.items() if name not in names}
-    return dataclasses.replace(section, **ours, **({"upstream": {**section.upstream, **theirs}} if theirs else {}))
+    fields = {field.name for field in dataclasses.fields(section)} & keys.keys()
+    upstream = {name: value for name, value in keys.items() if name not in fields}
+    values = {name: keys[name] for name in fields}
+    return dataclasses.replace(
+        section, **values, **({"upstream": {**section.upstream, **upstream}} if upstream else {})
+    )
 
 
 def cuda_connections(config: RunConfig, machine: Machine, environment: str | None) -> Choice:
@@ -228,18 +249,18 @@ def cuda_connections(config: RunConfig, machine: Machine, environment: str | Non
         environment: its value in the environment, which takes precedence; None: unset.
     """
     parallel = config.parallel
-    if environment is not None:
-        return Choice(CONNECTIONS, environment, "set in the environment")
     sizes = {"tensor": parallel.tensor_model_parallel_size, "context": parallel.context_parallel_size}
     kinds = [kind for kind, size in sizes.items() if size > 1]
-    if kinds and _uses_copy_engines(config, machine):
-        # two H200s, 2026-11-26, CUDA graphs: 4.66 ms for layers of 16,384 tokens, with one queue 5.02
-        return Choice(CONNECTIONS, "8", "with one queue a kernel would wait for a copy that was queued before it")
-    if kinds:
-        # tensor_parallel/layers.py relies on it
-        reason = f"{' and '.join(kinds)} parallelism overlap communication by the order in which kernels are queued"
-        return Choice(CONNECTIONS, "1", reason)
-    return Choice(CONNECTIONS, "32", "without tensor and context parallelism nothing relies on one queue")
+    # tensor_parallel/layers.py relies on the order of one queue
+    in_order = f"{' and '.join(kinds)} parallelism overlap communication by the order in which kernels are queued"
+    copies = environment is None and kinds and _uses_copy_engines(config, machine)
+    rows = (
+        _Row(environment is not None, environment, "set in the environment"),
+        _Row(copies, "8", "with one queue a kernel would wait for a copy that was queued before it"),
+        _Row(kinds, "1", in_order),
+        _Row(True, "32", "without tensor and context parallelism nothing relies on one queue"),
+    )
+    return _first(CONNECTIONS, rows)
 
 
 def _decided(config: RunConfig, choice: Choice) -> Any:
@@ -248,75 +269,84 @@ def _decided(config: RunConfig, choice: Choice) -> Any:
     return choice.value if value is None else value
 
 
-def _choose(name: str, saved: Mapping[str, bool], value: bool, reason: str, must: bool) -> Choice:
-    if name in saved and not must:
-        return Choice(name, saved[name], "as in the checkpoint from which the run resumes")
-    return Choice(name, value, reason)
+def _distributed(config: RunConfig, machine: Machine, shards: int) -> tuple[_Row, ...]:
+    """The rows of use_distributed_optimizer."""
+    optimizer, fp8 = config.optimizer, fp8_settings(config)
+    return (
+        _Row(optimizer.optimizer == "sgd", False, "Megatron-Core's distributed optimizer supports adam, not sgd", True),
+        _Row(optimizer.optimizer == "muon", False, "it cuts matrices at any element, and muon needs them whole", True),
+        _Row(config.ddp.overlap_param_gather, True, "overlap_param_gather needs it", True),
+        _Row(fp8 is not None and fp8.param_gather, True, "fp8_param_gather needs it", True),
+        _Row(optimizer.use_precision_aware_optimizer, True, "use_precision_aware_optimizer needs it", True),
+        _Row(machine.platform == "cpu", False, "on the CPU it saves no time"),
+        _Row(shards == 1, False, "no other process has the same parameters"),
+        _Row(True, True, f"optimizer states are shared by {shards} processes (data and context parallelism)"),
+    )
 
 
-def _distributed(config: RunConfig, machine: Machine, shards: int) -> tuple[bool, str, bool]:
-    """(value, reason, whether another value would be refused) of use_distributed_optimizer."""
-    fp8 = fp8_settings(config)
-    if config.optimizer.optimizer == "sgd":
-        return False, "Megatron-Core's distributed optimizer supports adam, not sgd", True
-    if config.optimizer.optimizer == "muon":
-        return False, "it cuts matrices at any element, and muon needs them whole", True
-    if config.ddp.overlap_param_gather:
-        return True, "overlap_param_gather needs it", True
-    if fp8 is not None and fp8.param_gather:
-        return True, "fp8_param_gather needs it", True
-    if config.optimizer.use_precision_aware_optimizer:
-        return True, "use_precision_aware_optimizer needs it", True
-    if machine.platform == "cpu":
-        return False, "on the CPU it saves no time", False
-    if shards == 1:
-        return False, "no other process has the same parameters", False
-    return True, f"optimizer states are shared by {shards} processes (data and context parallelism)", False
-
-
-def _overlapped_reduce(config: RunConfig, machine: Machine, shards: int) -> tuple[bool, str, bool]:
-    if config.ddp.overlap_param_gather:
-        return True, "overlap_param_gather needs it", True
-    if machine.platform == "cpu":
-        return False, "on the CPU gloo and the backward pass share the cores", False
-    if shards == 1:
-        return False, "no other process has the same parameters", False
-    if config.model_provider.provider_key not in _SHIPPED_PROVIDERS:
+def _overlapped_reduce(config: RunConfig, machine: Machine, shards: int) -> tuple[_Row, ...]:
+    """The rows of overlap_grad_reduce."""
+    own_provider = config.model_provider.provider_key not in _SHIPPED_PROVIDERS
+    return (
+        _Row(config.ddp.overlap_param_gather, True, "overlap_param_gather needs it", True),
+        _Row(machine.platform == "cpu", False, "on the CPU gloo and the backward pass share the cores"),
+        _Row(shards == 1, False, "no other process has the same parameters"),
         # param_and_grad_buffer.py, finish_grad_sync
-        return False, "it fails for parameters without a gradient, which your provider may have", False
-    return True, f"gradients of {shards} processes are reduced during the backward pass", False
+        _Row(own_provider, False, "it fails for parameters without a gradient, which your provider may have"),
+        _Row(True, True, f"gradients of {shards} processes are reduced during the backward pass"),
+    )
 
 
-def _fused_clipping(config: RunConfig, machine: Machine) -> tuple[bool, str, bool]:
-    """(value, reason, whether another value would be refused) of fused_clipping."""
-    optimizer = config.optimizer
-    if optimizer.optimizer != "adam" or optimizer.use_precision_aware_optimizer:
-        return False, "only Adam with fp32 states has it", True
-    if optimizer.clip_grad == 0 or not (machine.platform == "cuda" and machine.triton):
-        return False, "it saves a pass over the gradients only on a GPU with Triton", False
-    return True, "Adam multiplies gradients by the clipping factor as it reads them", False
+def _overlapped_gather(
+    config: RunConfig, machine: Machine, is_distributed: bool, is_overlapped: bool
+) -> tuple[_Row, ...]:
+    """The rows of overlap_param_gather."""
+    fp8 = fp8_settings(config)
+    outdated = fp8 is not None and fp8.param_gather and machine.megatron_core < FP8_GATHER_FROM
+    own_provider = config.model_provider.provider_key not in _SHIPPED_PROVIDERS
+    fp8_reason = "Megatron-Core before 0.19 uses outdated transposes of FP8 weights after an evaluation"
+    return (
+        _Row(not is_distributed, False, "only the distributed optimizer gathers parameters", True),
+        _Row(not is_overlapped, False, "it needs overlap_grad_reduce", True),
+        _Row(own_provider, False, "your provider may use parameters outside of their module's forward pass"),
+        _Row(outdated, False, fp8_reason, True),
+        _Row(True, True, "parameters are gathered during the forward pass"),
+    )
 
 
-def _hidden_communication(config: RunConfig, machine: Machine) -> tuple[bool, str, bool]:
-    """(value, reason, whether another value would be refused) of tp_comm_overlap."""
-    parallel, train = config.parallel, config.train
-    if not derived.sequence_parallel(parallel):
-        return False, "it hides the communication of sequence parallelism", True
-    if config.arch.multi_latent_attention or config.adapter.adapter_type != "none":
-        return False, "latent attention and adapters do not support it", True
-    if machine.platform == "cpu":
-        return False, "on the CPU gloo and the products share the cores", False
-    if has_transformer_engine_layers(config, machine):
-        return False, "the user buffers of Transformer Engine's layers must be asked for", False
-    if not (config.dtype.bf16 or config.dtype.fp16):
-        return False, "it was measured in half precision", False
-    if derived.captures_graphs(config.arch):
-        return True, "with CUDA graphs the layers do not wait for Python, even in small parts of products", False
+def _fused_clipping(config: RunConfig, machine: Machine) -> tuple[_Row, ...]:
+    """The rows of fused_clipping."""
+    optimizer, on_gpu = config.optimizer, machine.platform == "cuda" and machine.triton
+    other_states = optimizer.optimizer != "adam" or optimizer.use_precision_aware_optimizer
+    saves_none = optimizer.clip_grad == 0 or not on_gpu
+    return (
+        _Row(other_states, False, "only Adam with fp32 states has it", True),
+        _Row(saves_none, False, "it saves a pass over the gradients only on a GPU with Triton"),
+        _Row(True, True, "Adam multiplies gradients by the clipping factor as it reads them"),
+    )
+
+
+def _overlapped_communication(config: RunConfig, machine: Machine) -> tuple[_Row, ...]:
+    """The rows of tp_comm_overlap."""
+    arch, parallel, train = config.arch, config.parallel, config.train
+    unsupported = arch.multi_latent_attention or config.adapter.adapter_type != "none"
+    with_te = has_transformer_engine_layers(config, machine)
+    half_precision = config.dtype.bf16 or config.dtype.fp16
     tokens = train.seq_length * train.micro_batch_size // parallel.context_parallel_size
-    elements = tokens * config.arch.hidden_size // parallel.tensor_model_parallel_size
-    if elements < _HIDING_ELEMENTS:
-        return False, f"parts of products of {tokens:,} tokens may be slower than the communication", False
-    return True, f"products of {tokens:,} tokens hide the communication of sequence parallelism", False
+    is_small = tokens * arch.hidden_size // parallel.tensor_model_parallel_size < _HIDING_ELEMENTS
+    graphs_reason = "with CUDA graphs the layers do not wait for Python, even in small parts of matmuls"
+    return (
+        _Row(
+            not derived.sequence_parallel(parallel), False, "it hides the communication of sequence parallelism", True
+        ),
+        _Row(unsupported, False, "latent attention and adapters do not support it", True),
+        _Row(machine.platform == "cpu", False, "on the CPU gloo and the matmuls share the cores"),
+        _Row(with_te, False, "the user buffers of Transformer Engine's layers must be asked for"),
+        _Row(not half_precision, False, "it was measured in half precision"),
+        _Row(derived.captures_graphs(arch), True, graphs_reason),
+        _Row(is_small, False, f"parts of matmuls of {tokens:,} tokens may be slower than the communication"),
+        _Row(True, True, f"matmuls of {tokens:,} tokens hide the communication of sequence parallelism"),
+    )
 
 
 def _has_measured_layers(config: RunConfig) -> bool:
@@ -334,8 +364,7 @@ def _has_measured_layers(config: RunConfig) -> bool:
 
 def _exchanges_tokens(config: RunConfig) -> bool:
     """Whether the host waits in each layer for the sizes of an exchange of tokens between experts in half precision.
-    After such a wait, Python queues torch's layers in less time than Transformer Engine's, 53,608 tokens/s per GPU
-    compared with 48,739 (two H200s with a slow host, 2026-11-26, `gpu_two.sh`, 12 layers of Qwen3-30B-A3B)."""
+    After such a wait, Python queues torch's layers in less time than Transformer Engine's (`gpu_two.sh`)."""
     exchanges = config.arch.num_experts is not None and config.parallel.expert_model_parallel_size > 1
     return exchanges and (config.dtype.bf16 or config.dtype.fp16)
 
@@ -380,18 +409,3 @@ def _uses_copy_engines(config: RunConfig, machine: Machine) -> bool:
     rings = half_precision and parallel.cp_comm_type in (None, "p2p")
     tensors = parallel.tensor_model_parallel_size == 1 or bool(parallel.tp_comm_overlap)
     return tensors and (parallel.context_parallel_size == 1 or rings)
-
-
-def _overlapped_gather(
-    config: RunConfig, machine: Machine, is_distributed: bool, is_overlapped: bool
-) -> tuple[bool, str, bool]:
-    if not is_distributed:
-        return False, "only the distributed optimizer gathers parameters", True
-    if not is_overlapped:
-        return False, "it needs overlap_grad_reduce", True
-    if config.model_provider.provider_key not in _SHIPPED_PROVIDERS:
-        return False, "your provider may use parameters outside of their module's forward pass", False
-    fp8 = fp8_settings(config)
-    if fp8 is not None and fp8.param_gather and machine.megatron_core < FP8_GATHER_FROM:
-        return False, "Megatron-Core before 0.19 uses outdated transposes of FP8 weights after an evaluation", True
-    return True, "parameters are gathered during the forward pass", False

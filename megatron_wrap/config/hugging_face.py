@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.config.config_json_types import check_types
-from megatron_wrap.config.quantization import Quantization, read_quantization
-from megatron_wrap.config.reading.json_file import read_json
+from megatron_wrap.config.config_json import Quantization, check_types, read_json, read_quantization
 from megatron_wrap.config.reading.nest import ValidatedNest
-from megatron_wrap.config.reading.origins import Origin, SetBy
+from megatron_wrap.config.reading.tree import Origin, SetBy
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, shown_path
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import ConfigError, UnsupportedModel, did_you_mean, missing_path_hint

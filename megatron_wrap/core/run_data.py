@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_wrap.bridge.adapters.trained_parameters import trained_shape
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.schedule import check_schedule
+from megatron_wrap.config.checks.training import check_schedule
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema import derived
 from megatron_wrap.data.indexed.windows import IndexedData, open_indexed

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_wrap.bridge.adapters.peft_folder import adapter_base, adapter_keys, is_adapter
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.process_count import check_layout
+from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.remote.local_copies import with_local_copies

@@ -20,7 +20,7 @@ from typing import Any
 from yaml.reader import Reader
 
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.located_errors import check_each, refuse
+from megatron_wrap.config.checks.contradictions import check_each, refuse
 from megatron_wrap.config.reading.tree import OVERLAY_FOLDER, shipped_root
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.hidden_secrets import hide_secrets

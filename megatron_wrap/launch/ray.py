@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.process_count import check_layout
+from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.config.schema.derived import output_dir, processes_needed
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import LayoutError, PlatformError

@@ -17,7 +17,7 @@ import ray.train.collective
 
 from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.process_count import check_layout
+from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.errors import LayoutError, MegatronWrapError
 from megatron_wrap.launch.ray_controller import NODES

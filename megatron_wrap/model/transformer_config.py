@@ -17,7 +17,7 @@ from megatron_wrap.config.defaults import (
     layers_choice,
 )
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.fp8 import Fp8Settings, fp8_settings
+from megatron_wrap.config.schema.derived import Fp8Settings, fp8_settings
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import PlatformError

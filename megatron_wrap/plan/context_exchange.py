@@ -13,9 +13,7 @@ d (queries, keys) and d_v (values), each process sends for a layer and a sequenc
 So a2a sends less than all_gather if h + g' < cp * g: with cp 2 never, without grouped queries from cp 4 on, with four
 query heads for each key head from cp 8 on. With cp 2 the ring of torch's attention sends as much as all_gather.
 
-Only the ring's transfers overlap with attention. Measured on two H100s (2026-11-25; 1.5B Llama in bf16, micro-batch 1,
-`scripts/benchmark/gpu_two.sh`), in tokens/s per GPU for torch's attention and sequences of 8,192 and 32,768 tokens:
-p2p 44,154 and 32,100; all_gather 42,005 and 24,378; a2a 39,548 and 30,657.
+Only the ring's transfers overlap with attention (`scripts/benchmark/gpu_two.sh` measures the three).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.fp8 import fp8_settings
+from megatron_wrap.config.schema.derived import fp8_settings
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.plan.model_parts import (
     OUTPUT,
@@ -37,8 +37,7 @@ class DeviceSpeed:
 _HOPPER_BANDWIDTHS = {"H200": 4.8, "H100": 3.35, "H800": 3.35}
 """Memory bandwidth in TB/s, from the data sheets."""
 _H200 = DeviceSpeed(products=721e12, attention=290e12, elementwise=3.74e-11, loss=1.67e-12)
-"""`megatron-wrap profile` of the 1.5B Llama at 4,096 tokens, forward and backward (docs/profiling.md, 2026-11-22):
-4.86e14 FLOPs of matmuls in 673.9 ms, 5.28e13 of attention in 181.9 ms, 80.4 ms elementwise, 14.0 ms for the loss."""
+"""From `megatron-wrap profile` of the 1.5B Llama at 4,096 tokens, forward and backward (docs/profiling.md)."""
 SPEEDS = {
     name: DeviceSpeed(
         products=_H200.products,
@@ -52,8 +51,7 @@ SPEEDS = {
 ANY_DEVICE = DeviceSpeed(products=1.0, attention=0.5, elementwise=0.0, loss=0.0)
 """Other devices, in FLOPs: attention at half of the matmuls' speed, a rounded ratio of the H200's."""
 _FP8_PRODUCTS = 1.62
-"""Speed of a layer's matmuls in FP8, relative to bf16: a step of the 1.5B Llama takes 0.795 of the time
-(docs/performance.md)."""
+"""Speed of a layer's matmuls in FP8, relative to bf16 (docs/performance.md)."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.reading.origins import SetBy
 from megatron_wrap.config.reading.pipeline_layout import PipelineLayout
+from megatron_wrap.config.reading.tree import SetBy
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.plan.pipeline_split import bubble

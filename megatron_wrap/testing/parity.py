@@ -16,9 +16,9 @@ from typing import Any
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.process_count import check_layout
-from megatron_wrap.config.checks.run import check_run
+from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.config.schema import derived
+from megatron_wrap.core.validation.paths import check_run
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError
 from megatron_wrap.flow import MegatronWrapFlowEntry
 from megatron_wrap.flow.contract.class_checks import packing_refusal

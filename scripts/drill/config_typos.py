@@ -22,9 +22,8 @@ import yaml
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.config.decode import load_tree
-from megatron_wrap.config.schema.retired_keys import retired_keys, set_elsewhere
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM
-from megatron_wrap.config.schema.upstream import upstream_fields
+from megatron_wrap.config.schema.upstream import retired_keys, set_elsewhere, upstream_fields
 from megatron_wrap.errors import MegatronWrapError
 
 CONFIGS = Path(__file__).parents[2] / "configs"

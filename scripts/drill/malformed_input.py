@@ -358,7 +358,7 @@ def read_tensors() -> None:
 
 def read_rows(path: str) -> None:
     """Read the rows of a file that are not skipped, by random access and as a stream."""
-    from megatron_wrap.config.schema.sources import SourceConfig
+    from megatron_wrap.config.schema.data import SourceConfig
     from megatron_wrap.data.chat.encode import encode_sample
     from megatron_wrap.data.chat.tokenizer import load_tokenizer
     from megatron_wrap.data.order.sample_sets import training_stream

@@ -22,6 +22,24 @@ from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.config.schema.types import Mismatch, check_value
 from megatron_wrap.errors import CheckpointError, ConfigError
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from megatron_wrap.bridge.loading.weight_folder import WeightFolder
+from megatron_wrap.bridge.mapping.adapter_targets import (
+    SEQUENCE_CLASSIFICATION,
+    AdaptedLayer,
+    adapter_family,
+    task_type,
+)
+from megatron_wrap.bridge.mapping.family import Family
+from megatron_wrap.config.config_json import read_json
+from megatron_wrap.config.reading.yaml_nodes import describe, inline_yaml
+from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.keys import Mismatch, check_value, key_ranges
+from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
+from megatron_wrap.errors import CheckpointError
 
 _CHANGED_BASE = "the factors belong to a changed base; save it converted, by path_initial_model_for_weight_conversion"
 REFUSED = {
@@ -92,9 +110,9 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _check_types(path: Path, values: Mapping[str, Any]) -> None:
     """Compare the values of `_KEYS`, unless they are null, with the types and ranges of `AdapterConfig`."""
-    hints, ranges = get_type_hints(AdapterConfig), {field.name: key_range(field) for field in fields(AdapterConfig)}
+    hints, ranges = get_type_hints(AdapterConfig), key_ranges(AdapterConfig)
     for key in _KEYS:
-        value, allowed = values.get(key), ranges[key]
+        value, allowed = values.get(key), ranges.get(key)
         if value is None:
             continue
         try:

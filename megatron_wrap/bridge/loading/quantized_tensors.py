@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_wrap.bridge.loading.folder_tensors import FolderTensor
 from megatron_wrap.bridge.mapping.tensors import Region
-from megatron_wrap.config.quantization import Quantization
+from megatron_wrap.config.config_json import Quantization
 from megatron_wrap.errors import CheckpointError
 
 if TYPE_CHECKING:

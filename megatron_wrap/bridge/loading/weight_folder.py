@@ -31,9 +31,8 @@ from megatron_wrap.bridge.loading.quantized_tensors import (
 )
 from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.bridge.mapping.tensors import Region
-from megatron_wrap.config.quantization import Quantization
-from megatron_wrap.config.reading.json_file import MAX_BYTES as JSON_BYTES
-from megatron_wrap.config.reading.json_file import read_json
+from megatron_wrap.config.config_json import MAX_BYTES as JSON_BYTES
+from megatron_wrap.config.config_json import Quantization, read_json
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import CheckpointError, did_you_mean
 

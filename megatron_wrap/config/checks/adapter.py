@@ -2,7 +2,7 @@
 
 import re
 
-from megatron_wrap.config.checks.located_errors import refuse
+from megatron_wrap.config.checks.contradictions import refuse
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import RunConfig
 
@@ -51,9 +51,6 @@ def check_adapter(config: RunConfig) -> None:
 
 def _check_quantized(config: RunConfig) -> None:
     kind = config.adapter.base_weights
-    if config.adapter.keep_base:
-        text = f"checkpoints cannot contain weights in {kind}, which are quantized from those of hf_path; write false"
-        refuse(config, ["adapter.keep_base"], text)
     if config.model_provider.hf_path is None and config.train.save is not None:
         text = f"weights in {kind} are quantized from a Hugging Face folder, which a resumed run needs; set hf_path"
         refuse(config, ["adapter.base_weights", "model_provider.hf_path"], text)
@@ -62,9 +59,6 @@ def _check_quantized(config: RunConfig) -> None:
 def _check_experts(config: RunConfig) -> None:
     """Refuse settings that adapters of experts do not support; peft does not support them either."""
     arch = config.arch
-    if config.adapter.lora_dropout:
-        rule = "target_parameters cannot drop an adapter's inputs, as in peft; write 0.0"
-        refuse(config, ["adapter.target_parameters", "adapter.lora_dropout"], rule)
     if all(entry.endswith(".weight") for entry in config.adapter.target_parameters):
         return  # only linear layers have adapters
     if arch.experts_impl not in ("auto", "grouped_mm") or arch.moe_grouped_gemm is not None:
@@ -81,8 +75,6 @@ def _check_layers(config: RunConfig) -> None:
             refuse(config, ["arch.transformer_impl"], rule)
         if config.dtype.fp8 is not None:
             refuse(config, ["dtype.fp8"], "adapters in a mixture of experts are trained in bf16 or fp32; write null")
-    if config.dtype.fp8_param_gather:
-        refuse(config, ["dtype.fp8_param_gather"], "the frozen weights of an adapter are not gathered; write false")
 
 
 def _check_patterns(config: RunConfig) -> None:

@@ -1,17 +1,55 @@
-"""Pairs of keys that contradict each other, in one table: a key that needs a value of another key, without which it has
-no effect or does not work. Computed contradictions, and those of more keys, are in the files of the sections.
+"""The form of every error about a value, and the table of pairs of keys that contradict each other: a key that needs a
+value of another key, without which it has no effect or does not work.
+
+Computed contradictions, and those of more keys, are in the files of the sections.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NoReturn
 
-from megatron_wrap.config.checks.located_errors import refuse
+from megatron_wrap.config.reading.tree import SetBy
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.config.schema.keys import Range
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.config.schema.sources import SourceConfig
-from megatron_wrap.errors import Mistakes
+from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
+
+
+def refuse(config: RunConfig, keys: Sequence[str], rule: str, error: type[Exception] | None = None) -> NoReturn:
+    """Raises `error` about the first of `keys` (each section.key) that the command line sets, else the first that the
+    run's YAML sets, else the first. By default, `error` is LayoutError if the first key is one of the parallel layout,
+    else ConfigError."""
+    error = error or (LayoutError if keys[0].startswith("parallel.") else ConfigError)
+    paths = [f"{SECTION_PATHS[section]}.{key}" for section, _, key in (name.partition(".") for name in keys)]
+    # the value that was set last is the likeliest mistake
+    path = max(paths, key=lambda path: max(config.set_by(path), SetBy.HF_PATH))
+    raise error(f"{config.located(path)}: {rule}")
+
+
+def check_each(config: RunConfig, checks: Iterable[Callable[[RunConfig], object]]) -> None:
+    """Calls all of these checks.
+
+    Raises:
+        MegatronWrapError: the first mistake; `further` are the first ones of the other checks.
+    """
+    mistakes = Mistakes()
+    for check in checks:
+        with mistakes.collected():
+            check(config)
+    mistakes.raise_first()
+
+
+def divisors(number: int) -> str:
+    """All divisors as text."""
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+
+
+def neighbours(size: int, unit: int) -> str:
+    """The multiples of `unit` around `size` as text."""
+    lower = size // unit * unit
+    return f"{lower} and {lower + unit}" if lower else str(unit)
 
 
 @dataclass(frozen=True)
@@ -61,6 +99,13 @@ _LATENT_ATTENTION = (
     *((name, (False,)) for name in ("add_qkv_bias", "add_bias_linear", "attention_output_gate")),
     *(("window_size", (None,)), ("softmax_type", ("vanilla",)), ("correction_range_round_to_int", (True,))),
 )
+_OF_FP8 = ("fp8_param_gather", "first_last_layers_bf16")
+_VIRTUAL_SIZE = "virtual_pipeline_model_parallel_size"
+_NUMBERS_OF_LAYERS = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    "num_layers_per_virtual_pipeline_stage",
+)
+_QUANTIZED_AT_START = "checkpoints cannot contain weights that are quantized from those of hf_path"
 _OWN_VALUES = "it needs the weights' own values"
 
 NEEDS = (
@@ -100,6 +145,7 @@ NEEDS = (
     Need("arch.mtp_loss_scaling_factor", "arch.mtp_num_layers"),
     Need("arch.mtp_num_layers", "arch.position_embedding_type", ("rope", "none"), when=Range(at_least=1)),
     Need("arch.mtp_num_layers", "arch.window_rotary_base", (None,), when=Range(at_least=1)),
+    Need("arch.mtp_num_layers", "dtype.fp8", (None,)),
     Need("arch.mtp_num_layers", "adapter.adapter_type", ("none",), reason="an adapter does not train these layers"),
     Need("arch.moe_ffn_hidden_size", "arch.num_experts"),
     Need("arch.moe_shared_expert_intermediate_size", "arch.num_experts"),
@@ -124,6 +170,8 @@ NEEDS = (
     Need("parallel.decoder_first_pipeline_num_layers", "parallel.pipeline_model_parallel_size", Range(above=1)),
     Need("parallel.decoder_last_pipeline_num_layers", "parallel.pipeline_model_parallel_size", Range(above=1)),
     Need("parallel.pipeline_model_parallel_layout", "parallel.pipeline_model_parallel_size", Range(above=1)),
+    Need("parallel.num_layers_per_virtual_pipeline_stage", f"parallel.{_VIRTUAL_SIZE}", (None,)),
+    *(Need("parallel.pipeline_model_parallel_layout", f"parallel.{name}", (None,)) for name in _NUMBERS_OF_LAYERS),
     Need("learning_rate.lr_wsd_decay_iters", "learning_rate.lr_decay_style", ("WSD",)),
     Need("learning_rate.lr_wsd_decay_samples", "learning_rate.lr_decay_style", ("WSD",)),
     Need("optimizer.use_distributed_optimizer", "optimizer.optimizer", ("adam",)),
@@ -167,6 +215,13 @@ NEEDS = (
     Need("arch.moe_grouped_gemm", "init.platform", ("auto", "cuda")),
     Need("arch.moe_grouped_gemm", "arch.transformer_impl", ("auto", "transformer_engine")),
     Need("dtype.fp8", "init.platform", ("auto", "cuda")),
+    Need("dtype.fp8", "dtype.bf16", (True,), remedy="select dtype bf16"),
+    Need("dtype.fp8", "arch.transformer_impl", ("auto", "transformer_engine")),
+    *(Need(f"dtype.{name}", "dtype.fp8", remedy="set it to hybrid") for name in _OF_FP8),
+    Need("dtype.fp8_param_gather", "optimizer.use_distributed_optimizer", (None, True)),
+    Need("dtype.fp8_param_gather", "adapter.adapter_type", ("none",), reason="its frozen weights are not gathered"),
+    # transformer_config.py: FP8 is then entered once for all layers
+    Need("dtype.first_last_layers_bf16", "dtype.fp8_recipe", ("tensorwise", "blockwise")),
     Need("train.freeze", "adapter.adapter_type", ("none",), reason="an adapter freezes all other weights"),
     Need("adapter.use_dora", "adapter.lora_dropout", (0.0,), when=True, reason="DoRA scales the base's output"),
     Need("adapter.use_dora", "adapter.target_parameters", ((),), when=True, remedy="write []"),
@@ -183,6 +238,8 @@ NEEDS = (
     ),
     Need("adapter.base_weights", "arch.transformer_impl", ("auto", "torch")),
     Need("adapter.base_weights", "dtype.fp8", (None,)),
+    Need("adapter.keep_base", "adapter.base_weights", ("bf16",), reason=_QUANTIZED_AT_START),
+    Need("adapter.target_parameters", "adapter.lora_dropout", (0.0,), reason="inputs are not dropped, as in peft"),
     Need("model_provider.verify_hf", "adapter.base_weights", ("bf16",)),
     Need("train.global_batch_tokens", "train.rampup_batch_size", (None,), reason="it counts samples"),
     Need("train.global_batch_tokens", "train.train_samples", (None,), reason="it counts samples"),
@@ -215,7 +272,7 @@ def check_needs(config: RunConfig) -> None:
     """
     mistakes = Mistakes()
     for need in NEEDS:
-        value, other, unused = config.value(need.key), config.value(need.other), _default(config, need.key)
+        (value, other), unused = attrgetter(need.key, need.other)(config), _default(config, need.key)
         if need.when is None:
             applies = value is not None and value is not False and value != unused
         elif isinstance(need.when, Range):

@@ -4,10 +4,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from megatron_wrap.config.checks.located_errors import refuse
+from megatron_wrap.config.checks.contradictions import refuse
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.config.schema.sources import SourceConfig
 
 _SHARES = ("weight", "epochs", "samples")
 _PREFIX_KEYS = ("path", "name", "weight")

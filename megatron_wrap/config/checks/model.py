@@ -1,15 +1,9 @@
-"""Contradictions between the architecture and the parallel layout."""
+"""Contradictions within the architecture, its experts among them."""
 
-import math
-from collections.abc import Sequence
-
-from megatron_wrap.config.checks.experts import check_experts
-from megatron_wrap.config.checks.located_errors import check_each, divisors, refuse
-from megatron_wrap.config.reading.pipeline_layout import parse_layout
+from megatron_wrap.config.checks.contradictions import check_each, divisors, refuse
+from megatron_wrap.config.checks.layout import check_parallel
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.fp8 import fp8_settings
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.metrics.number_format import counted
 
 FLOWS_ON_LOGITS = (
     *("gpt_sft", "gpt_pretrain", "gpt_dpo", "gpt_kto", "gpt_cpo", "gpt_orpo", "gpt_distill", "gpt_grpo"),
@@ -26,8 +20,8 @@ def check_model(config: RunConfig) -> None:
     latent = [_check_latent_attention] if config.arch.multi_latent_attention else []
     linear = [_check_linear_attention] if config.arch.experimental_attention_variant is not None else []
     ahead = [_check_multi_token_prediction] if config.arch.mtp_num_layers is not None else []
-    checks = [_check_output, _check_attention, *latent, *linear, *ahead, _check_model, check_experts]
-    check_each(config, [*checks, _check_sharding, _check_hidden_communication, _check_head_exchange, _check_pipeline])
+    alone = [_check_output, _check_attention, *latent, *linear, *ahead, _check_model, _check_experts]
+    check_each(config, [*alone, check_parallel])
 
 
 def _check_output(config: RunConfig) -> None:
@@ -159,149 +153,148 @@ def _check_multi_token_prediction(config: RunConfig) -> None:
         refuse(config, [key], rule)
     if derived.has_value_head(config):
         refuse(config, ["model_provider.provider_key", key], f"{config.model_provider.provider_key} predicts no tokens")
-    if fp8_settings(config) is not None:
-        refuse(config, [key, "dtype.fp8"], "these layers are not computed in FP8; set either to null")
 
 
-def _check_sharding(config: RunConfig) -> None:
-    arch, tensor = config.arch, config.parallel.tensor_model_parallel_size
-    key = "parallel.tensor_model_parallel_size"
-    split = {
-        "num_attention_heads": arch.num_attention_heads,
-        "num_query_groups": derived.num_query_groups(arch),
-    }
-    if arch.multi_latent_attention:  # MLASelfAttention builds them even if they are replaced later
-        split["kv_lora_rank + qk_pos_emb_head_dim"] = arch.kv_lora_rank + arch.qk_pos_emb_head_dim
-        split["q_lora_rank"] = arch.q_lora_rank or 0
-    if 0 in derived.moe_layer_pattern(arch):
-        split["ffn_hidden_size"] = derived.ffn_hidden_size(arch)
-    if arch.num_experts is not None and arch.moe_shared_expert_intermediate_size is not None:
-        split["moe_shared_expert_intermediate_size"] = arch.moe_shared_expert_intermediate_size
-    for name, count in split.items():
-        if count % tensor:
-            refuse(
-                config,
-                [key, f"arch.{name.split()[0]}"],
-                f"{name} {count} is not divisible by tensor_model_parallel_size {tensor}; "
-                f"legal sizes for this model: {divisors(math.gcd(*split.values()))}",
-            )
+def _check_experts(config: RunConfig) -> None:
+    """Check the requirements of `num_experts` on other keys.
 
-
-def _check_hidden_communication(config: RunConfig) -> None:
-    parallel = config.parallel
-    split = parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(parallel)
-    if parallel.tp_comm_overlap and split:
-        rule = "true hides the communication of sequence parallelism; write sequence_parallel: null, or false here"
-        refuse(config, ["parallel.tp_comm_overlap", "parallel.sequence_parallel"], rule)
-
-
-def _check_head_exchange(config: RunConfig) -> None:
-    parallel = config.parallel
-    if parallel.cp_comm_type != "a2a" or derived.exchanged_groups(config) is not None:
+    Raises:
+        ConfigError, LayoutError: values that contradict each other.
+    """
+    if config.arch.num_experts is None:
         return
-    heads, groups = derived.attention_heads_of_process(config)
-    legal = [size for size in range(1, heads + 1) if heads % size == 0 and (groups % size == 0 or size % groups == 0)]
-    refuse(
-        config,
-        ["parallel.cp_comm_type", "parallel.context_parallel_size", "arch.num_attention_heads"],
-        f"a2a gives each of {parallel.context_parallel_size} context-parallel processes an equal share of heads, and a "
-        f"tensor-parallel process has {counted(heads, 'head')} of {counted(groups, 'query group')}; legal "
-        f"context_parallel_size: {', '.join(map(str, legal))}; or write all_gather or null",
-    )
+    _check_expert_layers(config)
+    _check_router(config)
+    _check_replay(config)
+    _check_router_losses(config)
+    _check_expert_layout(config, config.arch.num_experts)
 
 
-def _check_pipeline(config: RunConfig) -> None:
-    parallel, layers = config.parallel, config.arch.num_layers
-    stages = parallel.pipeline_model_parallel_size
-    chunks, per_chunk = parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    virtual_keys = ["parallel.num_layers_per_virtual_pipeline_stage", "parallel.virtual_pipeline_model_parallel_size"]
-    if chunks is not None and per_chunk is not None:
-        refuse(
-            config,
-            virtual_keys,
-            "both virtual-pipeline keys are set, and each defines the number of chunks; delete one",
-        )
-    if parallel.pipeline_model_parallel_layout is not None:
-        _check_layout(config, parallel.pipeline_model_parallel_layout)
-        return
-    if derived.splits_by_cost(config):
-        _check_enough_layers(config, stages * (chunks or 1))
-        return
-    key = virtual_keys[0 if per_chunk is not None else 1]
-    ends = [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
-    uneven = [name for name in ends if getattr(parallel, name) is not None]
-    if uneven:
-        _check_uneven(config, uneven)
-    elif derived.accounts_for_ends(config):
-        return  # Megatron-Core checks these splits itself
-    elif layers % stages:
-        refuse(
-            config,
-            ["parallel.pipeline_model_parallel_size", "arch.num_layers"],
-            f"num_layers {layers} is not divisible by pipeline_model_parallel_size {stages}; legal sizes: "
-            f"{divisors(layers)}; or split unevenly with pipeline_split cost or {ends[0]} and {ends[1]}",
-        )
-    elif per_chunk is not None and layers // stages % per_chunk:
-        refuse(
-            config,
-            [key],
-            f"{per_chunk} does not divide the {layers // stages} layers of a stage; "
-            f"legal: {divisors(layers // stages)}",
-        )
-    if chunks is not None:
-        for count in derived.layers_per_stage(config):
-            if count % chunks:
-                rule = f"{chunks} chunks do not divide a stage of {counted(count, 'layer')}; legal: {divisors(count)}"
-                refuse(config, [key], rule)
-
-
-def _check_layout(config: RunConfig, text: str) -> None:
-    parallel, key = config.parallel, "parallel.pipeline_model_parallel_layout"
-    names = (
-        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-        "num_layers_per_virtual_pipeline_stage",
-    )
-    for name in names:
-        if getattr(parallel, name) is not None:
-            refuse(config, [key, f"parallel.{name}"], f"defines the layers of all stages, as does {name}; delete one")
+def _check_expert_layers(config: RunConfig) -> None:
+    arch, key = config.arch, ["arch.moe_layer_freq"]
+    if isinstance(arch.moe_layer_freq, int) and arch.moe_layer_freq < 1:
+        refuse(config, key, f"must be at least 1, not {arch.moe_layer_freq}")
     try:
-        layout = parse_layout(text, config.arch.num_layers, parallel.pipeline_model_parallel_size)
-    except ValueError as error:
-        refuse(config, [key], f"{text} {error}")
-    chunks = parallel.virtual_pipeline_model_parallel_size
-    if chunks is not None and chunks != layout.chunks_per_stage:
-        other = "parallel.virtual_pipeline_model_parallel_size"
-        rule = f"{text} has {counted(layout.chunks_per_stage, 'part')} for each stage, not {chunks}; delete {other}"
-        refuse(config, [key, other], rule)
-
-
-def _check_enough_layers(config: RunConfig, num_chunks: int) -> None:
-    layers, stages = config.arch.num_layers, config.parallel.pipeline_model_parallel_size
-    if layers < num_chunks:
+        pattern = derived.moe_layer_pattern(arch)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        refuse(config, key, f"{arch.moe_layer_freq!r} is not a list of 0 and 1 such as ([0]*3+[1]*58)")
+    if len(pattern) != arch.num_layers or set(pattern) - {0, 1} or 1 not in pattern:
         refuse(
             config,
-            ["parallel.pipeline_model_parallel_size", "arch.num_layers"],
-            f"{counted(layers, 'layer')} cannot be split over {stages} stages of "
-            f"{counted(num_chunks // stages, 'chunk')}; lower pipeline_model_parallel_size or "
-            "virtual_pipeline_model_parallel_size",
+            [*key, "arch.num_layers"],
+            f"defines {len(pattern)} layers, {pattern.count(1)} of them with experts, and num_layers is "
+            f"{arch.num_layers}; write 0 (dense) or 1 for each layer, and at least one 1",
+        )
+    if arch.moe_grouped_gemm is not None and arch.experts_impl not in (
+        "auto",
+        "transformer_engine" if arch.moe_grouped_gemm else "sequential",
+    ):
+        rule = f"contradicts moe_grouped_gemm: {str(arch.moe_grouped_gemm).lower()}, its older form; remove that key"
+        refuse(config, ["arch.experts_impl", "arch.moe_grouped_gemm"], f"{arch.experts_impl} {rule}")
+    if config.dtype.fp8 is not None and arch.experts_impl in ("grouped_mm", "sequential"):
+        rule = "FP8 experts are computed by Transformer Engine; write auto"
+        refuse(config, ["arch.experts_impl", "dtype.fp8"], f"{arch.experts_impl}: {rule}")
+    if arch.add_bias_linear:
+        _check_biases(config)
+
+
+def _check_biases(config: RunConfig) -> None:
+    """Refuse biases of experts, which Megatron-Core cannot train: mlp.py, forward, adds them to a view in place;
+    shared_experts.py and experts.py assert that there are none."""
+    arch, instead = config.arch, "write add_bias_linear: false (add_qkv_bias may be true)"
+    if arch.experts_impl in ("transformer_engine", "sequential") or arch.moe_grouped_gemm is not None:
+        key = "experts_impl" if arch.moe_grouped_gemm is None else "moe_grouped_gemm"
+        rule = f"biases of experts need experts_impl grouped_mm; write auto, or {instead}"
+        refuse(config, [f"arch.{key}", "arch.add_bias_linear"], rule)
+    if config.dtype.fp8 is not None:
+        rule = f"experts in FP8 are Transformer Engine's, which cannot train biases; write null, or {instead}"
+        refuse(config, ["dtype.fp8", "arch.add_bias_linear"], rule)
+    if arch.moe_shared_expert_intermediate_size is not None:
+        rule = f"shared experts cannot have biases; {instead}"
+        refuse(config, ["arch.add_bias_linear", "arch.moe_shared_expert_intermediate_size"], rule)
+
+
+def _check_router(config: RunConfig) -> None:
+    arch, topk = config.arch, config.arch.moe_router_topk
+    experts, groups, group_topk = arch.num_experts or 0, arch.moe_router_num_groups, arch.moe_router_group_topk
+    if topk > experts:
+        refuse(config, ["arch.moe_router_topk"], f"{topk} is more than num_experts {experts}; lower it")
+    if topk == 1 and arch.moe_router_score_function == "softmax" and not arch.moe_router_pre_softmax:
+        refuse(
+            config,
+            ["arch.moe_router_topk"],
+            "1 with a softmax over only the chosen expert means weight 1 and no gradient of the router; set "
+            "moe_router_pre_softmax: true",
+        )
+    if groups is None or group_topk is None:
+        return
+    if experts % groups or group_topk > groups or group_topk * (experts // groups) < topk:
+        refuse(
+            config,
+            ["arch.moe_router_num_groups", "arch.moe_router_group_topk"],
+            f"{group_topk} of {groups} groups of {experts} experts are too few for moe_router_topk {topk}; the "
+            "number of groups must divide num_experts, and moe_router_group_topk groups must have enough experts",
+        )
+    score_experts = arch.moe_router_group_score_experts
+    if score_experts is None and topk < group_topk:
+        refuse(
+            config,
+            ["arch.moe_router_group_topk"],
+            f"{group_topk} is more than moe_router_topk {topk}, so no score ranks the groups; set "
+            "moe_router_group_score_experts",
+        )
+    if score_experts is not None and score_experts > experts // groups:
+        rule = f"{score_experts} is more than the {experts // groups} experts of a group; lower it"
+        refuse(config, ["arch.moe_router_group_score_experts"], rule)
+
+
+def _check_replay(config: RunConfig) -> None:
+    arch, mode = config.arch, config.train.router_replay
+    if arch.upstream.get("moe_enable_routing_replay"):
+        rule = "true alone replays nothing; write false, and set megatron_lm.train.common.router_replay: R2 or R3"
+        refuse(config, ["arch.moe_enable_routing_replay"], rule)
+    if mode == "disabled":
+        return
+    if arch.upstream.get("moe_router_fusion"):
+        rule = f"true selects experts within a kernel, which replays no routing; write false for router_replay {mode}"
+        refuse(config, ["arch.moe_router_fusion", "train.router_replay"], rule)
+    if arch.moe_router_load_balancing_type == "sinkhorn":
+        rule = f"sinkhorn selects experts itself and replays no routing; choose another type for {mode}"
+        refuse(config, ["arch.moe_router_load_balancing_type", "train.router_replay"], rule)
+
+
+def _check_router_losses(config: RunConfig) -> None:
+    kinds, coefficients = config.arch.moe_router_load_balancing_type, config.arch.moe_aux_loss_coeff
+    lists = [isinstance(value, tuple) for value in (kinds, coefficients)]
+    if any(lists) and not (all(lists) and len(kinds) == len(coefficients)):  # type: ignore[arg-type]
+        rule = "a list of load balancing types needs a list of as many coefficients; write one per type"
+        refuse(config, ["arch.moe_aux_loss_coeff", "arch.moe_router_load_balancing_type"], rule)
+    if min(coefficients if isinstance(coefficients, tuple) else (coefficients,)) < 0:
+        refuse(config, ["arch.moe_aux_loss_coeff"], f"must be at least 0, not {coefficients}")
+    if kinds in ("sinkhorn", "none") and coefficients:
+        refuse(
+            config,
+            ["arch.moe_aux_loss_coeff"],
+            f"{coefficients} does not apply to moe_router_load_balancing_type {kinds}; set it to 0, or choose aux_loss",
         )
 
 
-def _check_uneven(config: RunConfig, ends: Sequence[str]) -> None:
-    parallel, layers = config.parallel, config.arch.num_layers
-    stages = parallel.pipeline_model_parallel_size
-    keys = [f"parallel.{name}" for name in ends]
-    if parallel.num_layers_per_virtual_pipeline_stage is not None:
-        rule = "stages of an uneven split differ; set virtual_pipeline_model_parallel_size (chunks per stage) instead"
-        refuse(config, ["parallel.num_layers_per_virtual_pipeline_stage"], rule)
-    at_ends = sum(getattr(parallel, name) for name in ends)
-    middle_stages, middle = stages - len(ends), layers - at_ends
-    if middle < 0 or bool(middle) != bool(middle_stages) or (middle_stages and middle % middle_stages):
+def _check_expert_layout(config: RunConfig, experts: int) -> None:
+    arch, parallel = config.arch, config.parallel
+    size, tensor = parallel.expert_model_parallel_size, derived.expert_tensor_parallel_size(parallel)
+    if experts % size:
+        rule = f"{size} does not divide num_experts {experts}; legal sizes: {divisors(experts)}"
+        refuse(config, ["parallel.expert_model_parallel_size"], rule)
+    width = derived.moe_ffn_hidden_size(arch)
+    keys = ["parallel.expert_tensor_parallel_size", "parallel.tensor_model_parallel_size"]
+    if width % tensor:
         refuse(
             config,
             keys,
-            f"{' and '.join(ends)} take {at_ends} of {layers} layers and leave {middle} for {middle_stages} other "
-            f"stages, which must be a positive multiple of {middle_stages}"
-            if middle_stages
-            else f"{' and '.join(ends)} take {at_ends} of {layers} layers, and no stage is left for the rest",
+            f"moe_ffn_hidden_size {width} is not divisible by the experts' tensor-parallel size {tensor}; legal sizes: "
+            f"{divisors(width)}",
         )
+    if parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(parallel):
+        # moe_layer.py, forward: without it every process would route all tokens
+        rule = "false with tensor_model_parallel_size > 1 is not supported for a model with experts; write true or null"
+        refuse(config, ["parallel.sequence_parallel"], rule)

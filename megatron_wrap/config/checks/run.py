@@ -1,39 +1,51 @@
-"""The checks of a whole run, which need no process; those of the number of processes are in `process_count.py`.
+"""All checks that the configuration alone decides: no files, no torch, any number of processes.
 
 A contradiction is refused, never repaired. Messages begin with the file and line of the value to change and its dotted
-path, and name the legal values.
+path, and name the legal values. Types and ranges of a shipped flow's keys are those of the shipped JSON schema,
+because the flow's code imports torch.
 """
 
 import re
-from dataclasses import fields
+from collections.abc import Mapping
+from typing import Any, Literal, Union
 
-from megatron_wrap.config.checks.contradictions import check_needs
-from megatron_wrap.config.checks.located_errors import check_each, refuse
+from megatron_wrap.config.checks.contradictions import check_each, check_needs, refuse
+from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.config.checks.model import check_model
-from megatron_wrap.config.checks.paths import check_paths
 from megatron_wrap.config.checks.training import check_training
-from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.config.reading.tree import shipped_flow_keys
+from megatron_wrap.config.reading.yaml_nodes import describe, inline_yaml
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.keys import key_range
+from megatron_wrap.config.schema.familiar_names import unknown_key_hint
+from megatron_wrap.config.schema.keys import Mismatch, Range, check_value, key_ranges
 from megatron_wrap.config.schema.launch import RENDERED_OPTIONS
 from megatron_wrap.config.schema.run import SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.errors import ConfigError, Mistakes, PlatformError
 from megatron_wrap.platform.base.platform import NEEDS_CUDA
 
+_TYPES: Mapping[str, Any] = {"integer": int, "number": float, "boolean": bool, "string": str, "null": type(None)}
 
-def check_run(config: RunConfig) -> None:
-    """Check a configuration as far as possible before a process starts.
+
+def check_configuration(config: RunConfig) -> None:
+    """Check a decoded configuration.
 
     Raises:
-        ConfigError, LayoutError: values that contradict each other or are out of range.
-        DataError, CheckpointError: a data file or checkpoint is missing or cannot be read.
+        ConfigError, LayoutError: values that contradict each other, or that no number of processes can run.
     """
     check_values(config)
-    check_paths(config)
+    check_each(
+        config,
+        # necessary for every larger number of processes too, which is a multiple of this one
+        (check_flow_options, lambda config: check_layout(config, derived.processes_needed(config))),
+    )
 
 
 def check_values(config: RunConfig) -> None:
-    """The part of `check_run` that checks values alone and does not access the disk."""
+    """Check the values of a configuration; accesses no files.
+
+    Raises:
+        ConfigError, LayoutError, PlatformError: values that contradict each other or are out of range.
+    """
     _check_ranges(config)  # the other checks compute with the values
     check_each(config, (check_needs, check_model, check_training, _check_graphs, _check_platform, _check_slurm))
 
@@ -93,12 +105,12 @@ def _check_ranges(config: RunConfig) -> None:
     mistakes = Mistakes()
     for section in SECTION_PATHS:
         decoded = getattr(config, section)
-        for field in fields(decoded):
-            allowed, value = key_range(field), getattr(decoded, field.name)
-            if allowed is not None and value is not None and not allowed.holds(value):
+        for name, allowed in key_ranges(type(decoded)).items():
+            value = getattr(decoded, name)
+            if value is not None and not allowed.holds(value):
                 null = "; null disables it" if allowed.null_means_off else ""
                 with mistakes.collected():
-                    refuse(config, [f"{section}.{field.name}"], f"must be {allowed}, not {value}{null}", ConfigError)
+                    refuse(config, [f"{section}.{name}"], f"must be {allowed}, not {value}{null}", ConfigError)
     mistakes.raise_first()
 
 
@@ -114,3 +126,40 @@ def _check_slurm(config: RunConfig) -> None:
         owner = RENDERED_OPTIONS.get(re.split(r"[=\s]", option)[0])
         if owner is not None:
             refuse(config, ["slurm.sbatch_options"], f"{option} follows from {owner}; set that instead")
+
+
+def check_flow_options(config: RunConfig) -> None:
+    """Check the keys of a shipped flow; those of another flow, and contradictions between keys, need its code.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, or a value out of range.
+    """
+    known = shipped_flow_keys().get(config.flow.flow_key)
+    if known is None:
+        return
+    for name, value in config.flow.options.items():
+        key = [f"flow.{name}"]
+        if name not in known:
+            hint = unknown_key_hint(f"{SECTION_PATHS['flow']}.{name}", known) or f"; the keys are {', '.join(known)}"
+            refuse(config, key, f"unknown key{hint}")
+        try:
+            check_value(value, _type(known[name]))
+        except Mismatch as mismatch:
+            refuse(config, key, f"{mismatch}, not {describe(value)}")
+        bound = known[name].get
+        allowed = Range(bound("minimum"), bound("exclusiveMinimum"), bound("maximum"), bound("exclusiveMaximum"))
+        if value is not None and not allowed.holds(value):
+            refuse(config, key, f"must be {allowed}, not {value}")
+
+
+def _type(schema: Mapping[str, Any]) -> Any:
+    """The type whose values the schema (of `type_schema`) describes."""
+    if "enum" in schema:
+        return Literal[tuple(schema["enum"])]
+    if "anyOf" in schema:
+        members = sorted(schema["anyOf"], key=lambda member: member.get("type") == "array")  # shown last
+        return Union[tuple(map(_type, members))]  # noqa: UP007 - the members are only known now
+    kinds = schema["type"]
+    if isinstance(kinds, list):
+        return Union[tuple(_type({**schema, "type": kind}) for kind in kinds)]  # noqa: UP007
+    return tuple[_type(schema["items"]), ...] if kinds == "array" else _TYPES[kinds]  # type: ignore[misc]

@@ -1,21 +1,12 @@
-"""Contradictions within batches, optimizer, precision, recomputation and intervals."""
+"""Contradictions within the length of a run, the phases of its learning rate, batches and intervals."""
 
 from megatron_wrap.config.checks.adapter import check_adapter
+from megatron_wrap.config.checks.contradictions import check_each, neighbours, refuse
 from megatron_wrap.config.checks.data import check_data
-from megatron_wrap.config.checks.fp8 import check_fp8
-from megatron_wrap.config.checks.located_errors import check_each, neighbours, refuse
-from megatron_wrap.config.checks.schedule import check_learning_rate, check_length, check_schedule
+from megatron_wrap.config.checks.numerics import check_numerics
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.errors import did_you_mean
-
-_OTHER_MUON = {
-    **dict.fromkeys(("muon_scale_mode", "muon_extra_scale_factor"), "muon_adjust_lr_fn"),
-    "muon_use_nesterov": "muon_nesterov",
-    "muon_fp32_matmul_prec": "muon_ns_dtype",
-    **dict.fromkeys(("muon_tp_mode", "muon_coefficient_type", "muon_scalar_optimizer"), "muon_num_ns_steps"),
-}
-"""Keys of Megatron-Core's Muon -> the closest key of this package's Muon."""
 
 
 def check_training(config: RunConfig) -> None:
@@ -26,9 +17,8 @@ def check_training(config: RunConfig) -> None:
     """
     known_length = config.train.train_iters is not None or config.train.train_samples is not None
     schedule = (check_length, _check_batches, check_learning_rate, *((check_schedule,) if known_length else ()))
-    numerics = (_check_optimizer, _check_precision, check_fp8, _check_recompute)
     samples = (check_data, _check_intervals, _check_best_metric, _check_models, check_adapter, _check_profile)
-    check_each(config, (*schedule, *numerics, *samples))
+    check_each(config, (*schedule, check_numerics, *samples))
 
 
 def _check_batches(config: RunConfig) -> None:
@@ -102,65 +92,6 @@ def _check_token_budgets(config: RunConfig) -> None:
         )
 
 
-def _check_optimizer(config: RunConfig) -> None:
-    optimizer = config.optimizer
-    start = optimizer.weight_decay if optimizer.start_weight_decay is None else optimizer.start_weight_decay
-    end = optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay
-    ends = ["optimizer.end_weight_decay", "optimizer.start_weight_decay"]
-    if optimizer.weight_decay_incr_style == "constant" and start != end:
-        rule = f"weight decay from {start} to {end} needs weight_decay_incr_style linear or cosine, which is constant"
-        refuse(config, ends, rule)
-    if end < start:  # optimizer_param_scheduler.py: assert self.end_wd >= self.start_wd
-        refuse(config, ends, f"weight decay from {start} to {end} decreases, but it can only grow; raise the end")
-    _check_offload(config)
-    _check_muon(config)
-
-
-def _check_muon(config: RunConfig) -> None:
-    """Refuse keys that Megatron-Core's own Muon reads and this package's Muon does not."""
-    path = SECTION_PATHS["optimizer"]
-    for name, key in _OTHER_MUON.items():
-        if name in config.optimizer.upstream:
-            rule = f"it is of Megatron-Core's Muon, which needs emerging_optimizers; delete it, or set {path}.{key}"
-            refuse(config, [f"optimizer.{name}"], rule)
-
-
-def _check_offload(config: RunConfig) -> None:
-    upstream, path = config.optimizer.upstream, SECTION_PATHS["optimizer"]
-    if not upstream.get("optimizer_cpu_offload"):
-        return
-    # Megatron-LM's arguments.py; otherwise Megatron-Core fails, or offloads nothing
-    needed = {
-        "use_precision_aware_optimizer": config.optimizer.use_precision_aware_optimizer,
-        "use_distributed_optimizer": config.optimizer.use_distributed_optimizer is not False,
-        "optimizer_offload_fraction": upstream.get("optimizer_offload_fraction", 0.0) > 0,
-    }
-    for name, fulfilled in needed.items():
-        if not fulfilled:
-            value = "above 0" if name == "optimizer_offload_fraction" else "true"
-            refuse(config, ["optimizer.optimizer_cpu_offload"], f"true needs {path}.{name} {value}")
-
-
-def _check_precision(config: RunConfig) -> None:
-    dtype = config.dtype
-    if dtype.initial_loss_scale < dtype.min_loss_scale:
-        rule = f"initial_loss_scale {dtype.initial_loss_scale} is below min_loss_scale {dtype.min_loss_scale}"
-        refuse(config, ["dtype.initial_loss_scale", "dtype.min_loss_scale"], rule)
-
-
-def _check_recompute(config: RunConfig) -> None:
-    if config.recompute.distribute_saved_activations:
-        granularity = config.recompute.recompute_granularity
-        tensor, sequence = config.parallel.tensor_model_parallel_size, derived.sequence_parallel(config.parallel)
-        if granularity != "full" or tensor == 1 or sequence:
-            refuse(
-                config,
-                ["recompute.distribute_saved_activations"],
-                "true needs recompute_granularity full, tensor_model_parallel_size > 1 and sequence_parallel false; "
-                f"they are {granularity or 'null'}, {tensor} and {str(sequence).lower()}",
-            )
-
-
 def _check_intervals(config: RunConfig) -> None:
     train = config.train
     from_config = derived.has_sources(config.data) or derived.is_indexed(config.data)
@@ -206,3 +137,83 @@ def _check_sample_prompts(config: RunConfig) -> None:
         refuse(config, [*key, "model_provider.provider_key"], rule)
     if config.data.tokenizer is None:
         refuse(config, key, f"prompts need a tokenizer; set {SECTION_PATHS['data']}.tokenizer, or write null")
+
+
+def check_length(config: RunConfig) -> None:
+    """Check that the run has one length, and that its data and the phases of the learning rate agree with it."""
+    train, data = config.train, config.data
+    keys = ["train.train_iters", "train.train_samples", "train.train_epochs"]
+    lengths = {key.partition(".")[2]: config.value(key) for key in keys if config.value(key) is not None}
+    if not lengths:
+        refuse(config, keys, "the run has no length; set train_iters, train_samples or train_epochs")
+    if len(lengths) > 1:
+        texts = {name: str(value) if isinstance(value, int) else f"{value:g}" for name, value in lengths.items()}
+        names = " and ".join(f"{name} {text}" for name, text in texts.items())
+        refuse(config, [f"train.{name}" for name in lengths], f"{names} are set; keep one of them")
+    _check_units(config)
+    if train.train_epochs is None:
+        return
+    if derived.is_indexed(data):
+        refuse(config, keys[1:], "the index of indexed data has windows, not epochs; set train_iters")
+    if not data.train and derived.mock_samples(data) is None:
+        refuse(config, keys[1:], "epochs need megatron_wrap.data.train, which is null; set train_iters")
+    streamed = [source.name for source in data.train if source.streaming]
+    if streamed:
+        refuse(config, keys[1:], f"{', '.join(streamed)} stream, so the length of an epoch is unknown; set train_iters")
+
+
+def _check_units(config: RunConfig) -> None:
+    """Check that the phases of the learning rate have the unit of the run's length, as in Megatron-LM's
+    arguments.py."""
+    of_samples = config.train.train_samples is not None
+    wrong, right = ("iters", "samples") if of_samples else ("samples", "iters")
+    for phase in ("warmup", "decay", "wsd_decay"):
+        name = f"learning_rate.lr_{phase}_{wrong}"
+        if config.value(name):
+            length = "train_samples" if of_samples else "train_iters or train_epochs"
+            refuse(config, [name], f"{config.value(name)} does not apply with {length}; set lr_{phase}_{right}")
+
+
+def check_learning_rate(config: RunConfig) -> None:
+    """Check the keys of the learning rate against each other."""
+    rate = config.learning_rate
+    unit = "iters" if config.train.train_samples is None else "samples"
+    warmup, wsd = getattr(rate, f"lr_warmup_{unit}"), getattr(rate, f"lr_wsd_decay_{unit}")
+    if rate.lr_warmup_fraction is not None and warmup:
+        rule = f"lr_warmup_fraction {rate.lr_warmup_fraction} and lr_warmup_{unit} {warmup} are both set; delete one"
+        refuse(config, ["learning_rate.lr_warmup_fraction", f"learning_rate.lr_warmup_{unit}"], rule)
+    for name in ("min_lr", "lr_warmup_init"):
+        if getattr(rate, name) > rate.lr:
+            rule = f"{name} {getattr(rate, name)} is above lr {rate.lr}; lower it"
+            refuse(config, [f"learning_rate.{name}", "learning_rate.lr"], rule)
+    if rate.lr_decay_style == "WSD" and wsd is None:
+        rule = f"WSD needs lr_wsd_decay_{unit}, the length of its last phase; set it"
+        refuse(config, ["learning_rate.lr_decay_style"], rule)
+
+
+def check_schedule(config: RunConfig) -> None:
+    """Check the phases of the learning rate against the length of the run; with train_epochs, once the setup has
+    counted its steps.
+
+    Raises:
+        ConfigError: a phase is too long.
+    """
+    rate = config.learning_rate
+    if config.train.train_samples is not None:
+        decay_samples, warmup_samples = derived.lr_decay_samples(config), derived.lr_warmup_samples(config)
+        _check_phases(config, "samples", decay_samples, warmup_samples, rate.lr_wsd_decay_samples)
+        return
+    decay = derived.lr_decay_iters(config)
+    warmup = derived.lr_warmup_iters(config)
+    _check_phases(config, "iters", decay, warmup, rate.lr_wsd_decay_iters)
+
+
+def _check_phases(config: RunConfig, unit: str, decay: float, warmup: float, wsd: int | None) -> None:
+    if warmup >= decay:
+        keys = [f"learning_rate.lr_{name}" for name in (f"warmup_{unit}", "warmup_fraction", f"decay_{unit}")]
+        words = "iterations" if unit == "iters" else unit
+        rule = f"the warm-up of {warmup:g} {words} must be shorter than the decay of {decay}"
+        refuse(config, keys, f"{rule} (lr_decay_{unit}, else train_{unit})")
+    if wsd is not None and wsd > decay:
+        rule = f"{wsd} is longer than the whole schedule of {decay}; shorten it"
+        refuse(config, [f"learning_rate.lr_wsd_decay_{unit}"], rule)

@@ -1,10 +1,17 @@
-"""The tree of YAML files that a run's YAML selects from and overrides: the shipped one, and over it, file by file, a
-`nest/` folder in the folder of the run's YAML."""
+"""The tree of YAML files that a run's YAML selects from and overrides, and the sections and origins of the values that
+a run composes from it.
 
+The tree is the shipped one, and over it, file by file, a `nest/` folder in the folder of the run's YAML.
+"""
+
+import enum
 import functools
+import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_wrap.config.reading.yaml_nodes import Node, read_yaml, shown_path
 from megatron_wrap.errors import ConfigError, did_you_mean
@@ -70,6 +77,28 @@ def shipped_root() -> Path:
 def shipped_schema() -> Path:
     """The shipped JSON schema of the configuration, over all supported versions of Megatron-Core, beside the tree."""
     return shipped_root().with_name("schema.json")
+
+
+def flow_definition(flow_key: str) -> str:
+    """Name of the definition of a flow's keys in a JSON schema."""
+    return f"keys-of-flow-{flow_key}"
+
+
+def shipped_flow_keys() -> Mapping[str, Mapping[str, Any]]:
+    """flow_key -> key -> JSON schema, for the shipped flows, from the shipped schema: their dataclasses cannot be
+    imported without torch.
+
+    Raises:
+        ConfigError: the file is missing.
+    """
+    path = shipped_schema()
+    if not path.is_file():
+        raise ConfigError(f"{path}: the schema of the package is missing; install megatron-wrap again")
+    definitions = json.loads(path.read_text(encoding="utf-8"))["$defs"]
+    prefix = flow_definition("")
+    return {
+        name.removeprefix(prefix): keys["properties"] for name, keys in definitions.items() if name.startswith(prefix)
+    }
 
 
 def schema_line() -> str:
@@ -165,3 +194,123 @@ def _read_manifests(result: Folder, folders: list[Path]) -> None:
         result.skipped_without_selection = mode == "skip"
         if mode == "default" and not isinstance(result.default, str):
             raise ConfigError(f"{content.file}: if_no_selection is default, so default_selection names a file")
+
+
+class SetBy(enum.IntEnum):
+    """The kind of origin of a value; a higher one takes precedence."""
+
+    MACHINE = enum.auto()
+    """A default that depends on the machine (`defaults.py`)."""
+    TREE = enum.auto()
+    """A file of the tree."""
+    HF_PATH = enum.auto()
+    """The file config.json of `hf_path`."""
+    RUN = enum.auto()
+    """The run's YAML."""
+    COMMAND_LINE = enum.auto()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A line that sets a value. `how` describes it in messages: default, selected, inherited by NAME, hf_path,
+    override."""
+
+    node: Node
+    set_by: SetBy
+    how: str = ""
+
+    @property
+    def by_run(self) -> bool:
+        """Whether the run's YAML or its command line sets the value, and not a file of the tree."""
+        return self.set_by >= SetBy.RUN
+
+    def __str__(self) -> str:
+        return f"{self.node.where} ({self.how})" if self.how else self.node.where
+
+
+@dataclass
+class Section:
+    """A section of the tree: its files, base first, and the origins of each key."""
+
+    path: str
+    files: list[TreeFile]
+    origins: dict[str, Any] = field(default_factory=dict)
+    """Key -> list of `Origin`, the last of which applies; or a dictionary of further keys."""
+    selected: str | None = None
+    left_out: dict[str, Origin] = field(default_factory=dict)
+    """Keys of the run's YAML that belong to the file it selects, where the command line selects another file."""
+    takes_any: bool = False
+    """Whether keys that no file defines are accepted, see `KeyRules.plug_ins`."""
+
+    @property
+    def name(self) -> str:
+        """The name of the section's last file."""
+        return self.files[-1].name
+
+    def leaves(self) -> list[tuple[str, list[Origin]]]:
+        """Dotted path of every value with its origins."""
+        leaves: list[tuple[str, list[Origin]]] = []
+
+        def collect(origins: dict[str, Any], prefix: str) -> None:
+            for key, nested in origins.items():
+                if isinstance(nested, dict):
+                    collect(nested, f"{prefix}.{key}")
+                else:
+                    leaves.append((f"{prefix}.{key}", nested))
+
+        collect(self.origins, self.path)
+        return leaves
+
+
+@dataclass(frozen=True)
+class ComposedConfig:
+    """A run's configuration before its types are checked."""
+
+    view_file: str
+    sections: Mapping[str, Section]
+    """Dotted path -> section, in the order of the tree."""
+
+    @functools.cached_property
+    def values(self) -> Mapping[str, Any]:
+        """The values that apply, as nested plain dictionaries, equal to what confignest composes."""
+        values: dict[str, Any] = {}
+        for path, section in self.sections.items():
+            *folders, name = path.split(".")
+            folder = values
+            for part in folders:
+                folder = folder.setdefault(part, {})
+            folder[name] = _applying(section.origins)
+        return values
+
+    def origins(self, path: str) -> Sequence[Origin]:
+        """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
+        return self.leaves().get(path, ())
+
+    def leaves(self) -> dict[str, Sequence[Origin]]:
+        """Dotted path of every value -> its origins."""
+        return leaves(self.sections)
+
+    def left_out(self) -> dict[str, Origin]:
+        """Dotted path of every key of the run's YAML that is left out (`Section.left_out`) -> its origin."""
+        sections = self.sections.values()
+        return {f"{section.path}.{key}": origin for section in sections for key, origin in section.left_out.items()}
+
+    def section_values(self, path: str) -> Mapping[str, Any]:
+        """The composed values of the section at the dotted `path`."""
+        values: Any = self.values
+        for part in path.split("."):
+            values = values[part]
+        return values
+
+
+def leaves(sections: Mapping[str, Section]) -> dict[str, Sequence[Origin]]:
+    """Dotted path of every value -> its origins, first to last."""
+    return {path: origins for section in sections.values() for path, origins in section.leaves()}
+
+
+def _applying(origins: Any) -> Any:
+    """The value of the last of several origins, or of each key of a dictionary of origins."""
+    if isinstance(origins, dict):
+        return {key: _applying(nested) for key, nested in origins.items()}
+    node = origins[-1].node
+    return node.plain() if isinstance(node.value, dict | list) else node.value

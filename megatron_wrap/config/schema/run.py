@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_wrap.config.reading.origins import Origin, SetBy
-from megatron_wrap.config.reading.tree import schema_line
+from megatron_wrap.config.reading.tree import Origin, SetBy, schema_line
 from megatron_wrap.config.reading.yaml_nodes import dump_yaml
 from megatron_wrap.config.schema.data import DataConfig
 from megatron_wrap.config.schema.keys import key
@@ -255,20 +254,11 @@ class RunConfig:
     configuration."""
 
     @functools.cached_property
-    def resolved_yaml(self) -> str:
-        """`resolved` without secrets as YAML, each value with its origin as a comment; each checkpoint contains it."""
-        lines = []
-        trail: list[str] = []
-        for line in dump_yaml(without_secrets(self.resolved)).splitlines():
-            key, colon, _ = line.strip().partition(":")
-            depth = (len(line) - len(line.lstrip())) // 2
-            if colon and not line.lstrip().startswith("- "):
-                trail = [*trail[:depth], key.strip("'\"")]
-                origin = self.origins.get(".".join(trail))
-                line = f"{line}  # {origin}" if origin else line
-            lines.append(line)
+    def record(self) -> str:
+        """Text of `resolved.yaml` in each checkpoint: `resolved` without secrets as YAML, each value with its origin as
+        a comment. Made once, at the first use."""
         title = f"# {self.name}, resolved by megatron-wrap: each value and the line that set it\n"
-        return title + schema_line() + "\n".join(lines) + "\n"
+        return title + schema_line() + dump_yaml(without_secrets(self.resolved), self.origins)
 
     def value(self, name: str) -> Any:
         """The value of section.key, with the names of the fields."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder
 from megatron_wrap.checkpoint.remote.downloads import fetch_newest, fetch_one, is_one
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.located_errors import refuse
+from megatron_wrap.config.checks.contradictions import refuse
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.errors import CheckpointError, DataError, MegatronWrapError
 from megatron_wrap.remote.files import cache_folder, fetch_file, is_remote
 

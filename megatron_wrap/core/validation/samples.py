@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.vocabulary import model_vocab_size, small_tokenizer
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.core.validation.candidate import Candidate, Note
 from megatron_wrap.core.validation.setup import new_tokens_warning
 from megatron_wrap.data.chat.encode import are_equal_answers

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.located_errors import refuse
+from megatron_wrap.config.checks.contradictions import refuse
 from megatron_wrap.config.checks.vocabulary import model_vocab_size, small_tokenizer
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.validation.candidate import Candidate, Note

@@ -24,12 +24,11 @@ from megatron_wrap.checkpoint.precheck import (
 from megatron_wrap.checkpoint.reference_config import reference_config
 from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config import RunConfig
-from megatron_wrap.config.checks.paths import check_data_files, check_folders
-from megatron_wrap.config.checks.process_count import check_layout
-from megatron_wrap.config.checks.run import check_values
+from megatron_wrap.config.checks.layout import check_layout
+from megatron_wrap.config.checks.run import check_flow_options, check_values
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.standalone_checks import check_flow_options
 from megatron_wrap.core.validation.candidate import Candidate, Note
+from megatron_wrap.core.validation.paths import check_data_files, check_folders
 from megatron_wrap.core.validation.samples import check_data, check_first_rows, check_lengths, is_known_flow
 from megatron_wrap.core.validation.setup import check_flow, check_platform, check_tokenizer
 from megatron_wrap.errors import MegatronWrapError

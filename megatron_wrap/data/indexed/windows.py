@@ -15,8 +15,8 @@ import numpy as np
 
 from megatron_wrap.config.checks.vocabulary import check_token_ids
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.data.cache.verified_folder import write_unless_complete
 from megatron_wrap.data.chat.tokenizer import end_token_id
 from megatron_wrap.data.indexed.index_files import (

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.data.order.stream import Mixture, SampleStream, ShuffledBlocks, ShuffledRows, largest_remainders
 from megatron_wrap.data.sources.files import open_rows, stream_rows
 from megatron_wrap.data.sources.formats import SourceRows, to_sample

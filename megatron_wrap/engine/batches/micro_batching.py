@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.fp8 import token_multiple
+from megatron_wrap.config.schema.derived import token_multiple
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.data.order.bin_packing import (
     assign_evenly,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import megatron_wrap.data
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.data.cache.precomputed import MANIFEST
 from megatron_wrap.data.cache.token_cache import TokenCache, open_cache
 from megatron_wrap.data.chat.tokenizer import fingerprint

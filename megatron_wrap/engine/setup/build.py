@@ -19,7 +19,7 @@ from megatron_wrap.bridge.mapping.model_parameters import mapped_parameters
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.defaults import FP8_GATHER_FROM, experts_choice
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.fp8 import token_multiple
+from megatron_wrap.config.schema.derived import token_multiple
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.data.indexed.windows import open_indexed
 from megatron_wrap.data.order.sample_sets import first_training_samples

@@ -10,7 +10,7 @@ import torch
 
 from megatron_wrap.bridge.adapters.trained_parameters import frozen_names, hugging_face_names
 from megatron_wrap.bridge.mapping.model_parameters import SEPARATE_NORMS
-from megatron_wrap.config.checks.located_errors import refuse
+from megatron_wrap.config.checks.contradictions import refuse
 from megatron_wrap.config.schema.derived import trained_prediction_layers
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.model.chunks import bare_model

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.fp8 import fp8_settings
+from megatron_wrap.config.schema.derived import fp8_settings
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.setup.muon import left_out, muon_layouts
 from megatron_wrap.model.transformer_config import parameter_dtype, same_named

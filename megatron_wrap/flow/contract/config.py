@@ -8,9 +8,8 @@ from typing import Any, get_type_hints
 from megatron_wrap.config.reading.yaml_nodes import describe
 from megatron_wrap.config.schema.derived import trained_prediction_layers
 from megatron_wrap.config.schema.familiar_names import unknown_key_hint
-from megatron_wrap.config.schema.keys import key_range
+from megatron_wrap.config.schema.keys import Mismatch, check_value, key_ranges
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.config.schema.types import Mismatch, check_value
 from megatron_wrap.errors import ConfigError, FlowError
 from megatron_wrap.flow.contract.base import FlowOptions, MegatronWrapFlowConfig, MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.class_checks import check_multi_token_prediction, check_packing
@@ -55,7 +54,7 @@ def decode_flow_config(
         except Mismatch as mismatch:
             raise ConfigError(f"{_where(config, key)}: {mismatch}, not {describe(value)}") from None
     for field in dataclasses.fields(declared):
-        allowed, value = key_range(field), values.get(field.name)
+        allowed, value = key_ranges(declared).get(field.name), values.get(field.name)
         if allowed is not None and value is not None and not allowed.holds(value):
             raise ConfigError(f"{_where(config, field.name)}: must be {allowed}, not {value}")
         needs = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING and field.init

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_wrap.cli.explain import explain_value
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
+from megatron_wrap.config.checks.run import check_configuration
 from megatron_wrap.config.decode import load_tree
-from megatron_wrap.config.explain import explain_value
-from megatron_wrap.config.standalone_checks import check_configuration
 from megatron_wrap.errors import LayoutError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.checks.run import check_run
+from megatron_wrap.core.validation.paths import check_run
 
 
 def test_it_writes_a_flow_its_run_and_its_test(

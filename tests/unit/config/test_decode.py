@@ -15,7 +15,7 @@ from _messages import assert_facts
 
 from megatron_wrap.config import load_resolved, load_run_config, write_resolved
 from megatron_wrap.config.reading.tree import shipped_root
-from megatron_wrap.config.schema.retired_keys import retired_keys
+from megatron_wrap.config.schema.upstream import retired_keys
 from megatron_wrap.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -18,13 +18,12 @@ from jsonschema import Draft202012Validator
 from megatron_wrap.cli.main import main
 from megatron_wrap.config.checks.run import _check_ranges
 from megatron_wrap.config.decode import decode, load_tree, read_view
-from megatron_wrap.config.json_schema import installed_upstream_keys
-from megatron_wrap.config.json_types import type_schema
+from megatron_wrap.config.json_schema import installed_upstream_keys, type_schema
 from megatron_wrap.config.reading import nest
 from megatron_wrap.config.reading.tree import OVERRIDE, SELECT, TreeFile, open_tree, shipped_root, shipped_schema
 from megatron_wrap.config.reading.yaml_nodes import read_yaml
+from megatron_wrap.config.schema.keys import Mismatch, check_value
 from megatron_wrap.config.schema.run import SECTION_PATHS
-from megatron_wrap.config.schema.types import Mismatch, check_value
 from megatron_wrap.config.schema.upstream import upstream_fields
 from megatron_wrap.errors import ConfigError
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.config import RunConfig, load_run_config
-from megatron_wrap.config.checks.process_count import check_layout
+from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.schema import derived
 

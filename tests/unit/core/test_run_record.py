@@ -11,8 +11,8 @@ from _runs import started
 
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.checks.run import check_run
 from megatron_wrap.config.schema.derived import tensorboard_dir
+from megatron_wrap.core.validation.paths import check_run
 from megatron_wrap.errors import ConfigError
 
 TRAIN, LOGGER = "megatron_lm.train.common", "megatron_wrap.logger"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.standalone_checks import check_configuration
+from megatron_wrap.config.checks.run import check_configuration
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.plan.context_exchange import (
     can_use_attention_of_transformer_engine,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_wrap.bridge.loading.hub import read_run
-from megatron_wrap.config.checks.process_count import check_layout
+from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.defaults import choices, with_choices
 from megatron_wrap.config.reading.pipeline_layout import PipelineLayout

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_wrap.bridge.export.export_format import export_format, obstacle, with_derived_sizes
 from megatron_wrap.config import RunConfig, load_run_config
-from megatron_wrap.config.config_json_types import check_types
+from megatron_wrap.config.config_json import check_types
 from megatron_wrap.config.reading.tree import shipped_root
 from megatron_wrap.errors import UnsupportedModel
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from megatron_wrap.bridge.export.export_format import obstacle
-from megatron_wrap.config.config_json_types import check_types
+from megatron_wrap.config.config_json import check_types
 from megatron_wrap.config.hugging_face import FAMILIES
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.errors import MegatronWrapError

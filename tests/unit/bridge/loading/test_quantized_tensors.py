@@ -19,8 +19,8 @@ from megatron_wrap.bridge.loading.folder_tensors import file_tensors
 from megatron_wrap.bridge.loading.hf_path import starting_weights
 from megatron_wrap.bridge.loading.quantized_tensors import dequantized, file_slices, with_quantized
 from megatron_wrap.config import load_run_config
+from megatron_wrap.config.config_json import Quantization
 from megatron_wrap.config.hugging_face import HF_PATH
-from megatron_wrap.config.quantization import Quantization
 from megatron_wrap.errors import CheckpointError, MegatronWrapError
 
 pytestmark = pytest.mark.transformers

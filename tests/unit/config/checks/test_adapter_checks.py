@@ -41,7 +41,7 @@ LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
                 "megatron_lm.train.dtype.fp8_param_gather=true",
                 "megatron_lm.model.arch.ffn_hidden_size=768",
             ),
-            "write false",
+            "write fp8_param_gather: false",
         ),
         ((LORA, f"{KEYS}.layers_to_transform=[0]"), "needs a list of target_modules"),
         ((LORA, f"{KEYS}.layers_to_transform=[9]", f"{KEYS}.target_modules=[q_proj]"), "there is no layer 9 of 4"),
@@ -62,7 +62,7 @@ LORA, KEYS = "megatron_wrap.adapter.__select__=lora", "megatron_wrap.adapter"
             (LORA, f"{KEYS}.base_weights=nf4", "megatron_lm.train.common.save=x"),
             "run needs; set hf_path",
         ),
-        ((LORA, f"{KEYS}.base_weights=fp8", f"{KEYS}.keep_base=true"), "checkpoints cannot contain weights in fp8"),
+        ((LORA, f"{KEYS}.base_weights=fp8", f"{KEYS}.keep_base=true"), "base_weights bf16, which is fp8 .checkpoints cannot contain weights"),
     ],
 )
 def test_a_contradiction_is_refused(overrides, message):

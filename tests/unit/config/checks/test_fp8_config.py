@@ -9,7 +9,7 @@ import torch
 
 from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.checks.run import check_values
-from megatron_wrap.config.schema.fp8 import token_multiple
+from megatron_wrap.config.schema.derived import token_multiple
 from megatron_wrap.errors import ConfigError, PlatformError
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.platform.base.machine import Machine

@@ -15,9 +15,10 @@ from _messages import assert_facts
 
 from megatron_wrap import errors
 from megatron_wrap.config import RunConfig, load_run_config
-from megatron_wrap.config.checks.process_count import check_layout
-from megatron_wrap.config.checks.run import check_run, check_values
+from megatron_wrap.config.checks.layout import check_layout
+from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.schema import derived
+from megatron_wrap.core.validation.paths import check_run
 from megatron_wrap.errors import CheckpointError, ConfigError, DataError, LayoutError, MegatronWrapError
 from megatron_wrap.platform import choose_platform
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.config.checks.run import check_paths, check_run, check_values
+from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.decode import load_resolved, write_resolved
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.sources import SourceConfig, source_kind
+from megatron_wrap.config.schema.data import SourceConfig, source_kind
+from megatron_wrap.core.validation.paths import check_paths, check_run
 from megatron_wrap.errors import ConfigError, DataError
 
 Write = Callable[..., str]

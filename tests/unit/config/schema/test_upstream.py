@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 
 from megatron_wrap.config.decode import section_hints
-from megatron_wrap.config.schema.retired_keys import set_elsewhere
+from megatron_wrap.config.schema.keys import parse_annotation
 from megatron_wrap.config.schema.run import UPSTREAM
-from megatron_wrap.config.schema.types import parse_annotation
-from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
+from megatron_wrap.config.schema.upstream import set_elsewhere, upstream_enums, upstream_fields
 from megatron_wrap.platform import choose_platform
 
 choose_platform("cpu").install()

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.data.order.sample_sets import (
     check_source,
     first_training_samples,

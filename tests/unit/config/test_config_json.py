@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.config.config_json_types import check_types
+from megatron_wrap.config import config_json
+from megatron_wrap.config.config_json import check_types, read_json
 from megatron_wrap.config.hugging_face import FAMILIES, read_hugging_face_config
-from megatron_wrap.config.reading import json_file
-from megatron_wrap.config.reading.json_file import read_json
 from megatron_wrap.errors import CheckpointError, ConfigError, MegatronWrapError
 
 VALUES: tuple[Any, ...] = (
@@ -77,7 +76,7 @@ def test_the_error_has_the_key_and_the_value(tmp_path: Path, key: str, value: An
 )
 def test_a_damaged_json_file(content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if len(content) == 101:
-        monkeypatch.setattr(json_file, "MAX_BYTES", 100)
+        monkeypatch.setattr(config_json, "MAX_BYTES", 100)
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"a\.json: {message}.*; write it again$"):
         read_json(tmp_path / "a.json", "write it again", CheckpointError)

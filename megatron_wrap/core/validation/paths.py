@@ -5,11 +5,23 @@ import importlib.util
 import os
 from pathlib import Path
 
-from megatron_wrap.config.checks.located_errors import check_each, refuse
+from megatron_wrap.config.checks.contradictions import check_each, refuse
+from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.config.schema.sources import SourceConfig
 from megatron_wrap.errors import CheckpointError, DataError, Mistakes, missing_path_hint
+
+
+def check_run(config: RunConfig) -> None:
+    """Check a configuration, and the files that it names, as far as possible before a process starts.
+
+    Raises:
+        ConfigError, LayoutError: values that contradict each other or are out of range.
+        DataError, CheckpointError: a data file or checkpoint is missing or cannot be read.
+    """
+    check_values(config)
+    check_paths(config)
 
 
 def check_paths(config: RunConfig) -> None:
