@@ -14,8 +14,7 @@ from megatron_wrap.bridge.export.adapted import with_other_adapter
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
 from megatron_wrap.bridge.loading.hub import read_run_content
 from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
-from megatron_wrap.checkpoint.precheck import existing_checkpoint, find_checkpoint
-from megatron_wrap.checkpoint.saved_run import read_saved_run
+from megatron_wrap.checkpoint.saved_run import existing_checkpoint, find_checkpoint, read_saved_run
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.hugging_face import HF_PATH, TRAINING_KEYS, read_hugging_face_config

@@ -13,15 +13,15 @@ from typing import Literal, NamedTuple
 from megatron_wrap.bridge.export.adapted import adapter_folder, adapter_lines, layers_with_adapters
 from megatron_wrap.bridge.export.frozen import check_frozen
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
-from megatron_wrap.checkpoint.files.complete_checkpoints import read_facts
-from megatron_wrap.checkpoint.precheck import (
+from megatron_wrap.checkpoint.files.run_folder import read_manifest
+from megatron_wrap.checkpoint.reference_config import reference_config
+from megatron_wrap.checkpoint.saved_run import (
     check_checkpoints,
     check_resumption,
     differing_runs,
+    read_saved_run,
     starting_checkpoint,
 )
-from megatron_wrap.checkpoint.reference_config import reference_config
-from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.paths import check_data_files, check_folders
 from megatron_wrap.config.checks.process_count import check_layout
@@ -175,7 +175,7 @@ def _checkpoint(candidate: Candidate) -> Iterator[Note]:
     if start is None:
         yield Note("a new run, which saves no checkpoint" if save is None else f"a new run, which saves to {save}")
         return
-    iteration, saved = read_facts(start.path).get("iteration"), read_saved_run(start.path)
+    iteration, saved = read_manifest(start.path).get("iteration"), read_saved_run(start.path)
     if not start.resumes:
         yield Note(f"begins with the {'weights' if config.train.finetune else 'state'} of {start.path}")
         return

@@ -16,7 +16,7 @@ from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.bridge.mapping.adapter_targets import saved_parameters
 from megatron_wrap.bridge.mapping.token_rows import trained_rows
-from megatron_wrap.checkpoint.files.hashes import find_damage, hash_files
+from megatron_wrap.checkpoint.files.hashed_files import find_damage, hash_files
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.model import AdapterConfig

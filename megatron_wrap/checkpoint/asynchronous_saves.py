@@ -1,4 +1,4 @@
-"""Saves that other processes write while the run continues to train, one at a time.
+"""Asynchronous saves: other processes write them while the run continues to train, one at a time.
 
 A save of `wrap.save` copies the state of each rank to host memory and returns. Then, without communication between the
 ranks: the writer process of each rank writes, flushes and hashes its files, and at last a record of them in the hidden
@@ -22,13 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_wrap.checkpoint.files.host_copy import HostCopy
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.files.write_tensor_files import FileToWrite
-from megatron_wrap.checkpoint.files.writer_process import WriteJob, Writer
-from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read_record
+from megatron_wrap.checkpoint.files.hashed_files import FileToWrite
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore, cannot_write
+from megatron_wrap.checkpoint.files.writer_process import HostCopy, WriteJob, Writer
 from megatron_wrap.errors import CheckpointError
-from megatron_wrap.parallel.agreement import describe
+from megatron_wrap.parallel.agreement import FILE_FAILURES, describe
 from megatron_wrap.parallel.collectives import broadcast_object, gather_objects
 from megatron_wrap.utils.dist_logger import logger
 
@@ -39,8 +37,8 @@ killed."""
 _KEY = "megatron_wrap/save"
 
 
-class BackgroundSaves:
-    """The saves of a run in the background; the methods are called on every rank.
+class AsynchronousSaves:
+    """The asynchronous saves of a run; the methods are called on every rank.
 
     Args:
         device: of the state.
@@ -258,11 +256,11 @@ class _Publication(threading.Thread):
             if self._aborted.wait(_POLL_SECONDS):
                 return
         try:
-            records = [read_record(record) for record in self._records]
+            records = [json.loads(record.read_text(encoding="utf-8")) for record in self._records]
             for record in self._records:
                 record.unlink()
             self._finish(records)
-        except (*FAILURES, CheckpointError) as failure:
+        except (*FILE_FAILURES, CheckpointError) as failure:
             self._fail(describe(failure))
         except BaseException as bug:
             self._fail(repr(bug))
