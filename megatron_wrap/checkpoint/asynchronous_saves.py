@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -201,25 +202,27 @@ class AsynchronousSaves:
             )
 
 
+@dataclass
 class _Save:
     """A save under way, on one rank."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        iteration: int,
-        partial: Path,
-        publication: _Publication | None,
-        failure: str | None,
-    ) -> None:
-        self.store, self.iteration, self.partial, self.publication = store, iteration, partial, publication
-        self.checkpoint = store.folder_of(iteration)
-        self.failure = failure
-        """Failure of this rank's writer; empty once it has finished; None while it writes."""
-        self.reported = False
-        """Whether the failure is in the store."""
-        self.result: str | None = None
-        """Failure of the save, or an empty text, on global rank 0; None until the save has ended."""
+    store: CheckpointStore
+    iteration: int
+    partial: Path
+    """The hidden folder."""
+    publication: _Publication | None
+    """Publication of the checkpoint, on global rank 0; None on other ranks."""
+    failure: str | None
+    """Failure of this rank's writer; empty once it has finished; None while it writes."""
+    reported: bool = False
+    """Whether the failure is in the store."""
+    result: str | None = None
+    """Failure of the save, or an empty text, on global rank 0; None until the save has ended."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder of the checkpoint once it is published."""
+        return self.store.folder_of(self.iteration)
 
     @property
     def has_ended(self) -> bool:

@@ -93,7 +93,7 @@ def load_checkpoint(
     """
     saved: SavedContent = on_rank_0(lambda: examine(folder, state.config, state.shape.vocab_size), failures=FAILURES)
     with_optimizer = with_optimizer and not weights_only
-    layout = saved_tensors.layout_facts(state.parallel, state.platform.name)
+    layout = saved_tensors.layout_record(state.parallel, state.platform.name)
     other_layout = saved.layout is not None and saved.layout != layout
     skipped: list[str] = []
     if not weights_only:

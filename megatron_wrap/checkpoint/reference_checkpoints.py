@@ -78,8 +78,8 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
     stores = [CheckpointStore(Path(folder) / REFERENCE), CheckpointStore(Path(folder).parent / REFERENCE)]
 
     def find() -> str | None:
-        stored = (store for store in stores if iteration in store.present())
-        return next((str(store.find(iteration) or store.folder_of(iteration)) for store in stored), None)
+        candidates = (store for store in stores if iteration in store.present())
+        return next((str(store.find(iteration) or store.folder_of(iteration)) for store in candidates), None)
 
     checkpoint = on_rank_0(find)
     if checkpoint is None:

@@ -24,7 +24,7 @@ from megatron_wrap.checkpoint.reference_checkpoints import (
 )
 from megatron_wrap.checkpoint.save import FAILURES, RunRecord, run_record, save_checkpoint
 from megatron_wrap.checkpoint.saved_run import refuse_resume, starting_checkpoint
-from megatron_wrap.checkpoint.saved_tensors import layout_facts
+from megatron_wrap.checkpoint.saved_tensors import layout_record
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
@@ -63,7 +63,7 @@ class RunCheckpoints:
         self._record: RunRecord | None = None
         """What each checkpoint records about the run; None without `save`."""
         if state.config.train.save is not None:
-            layout, vocab_size = layout_facts(state.parallel, state.platform.name), state.shape.vocab_size
+            layout, vocab_size = layout_record(state.parallel, state.platform.name), state.shape.vocab_size
             message = cannot_write(Path(state.config.train.save), "{}")
             self._record = on_rank_0(lambda: run_record(state.config, layout, vocab_size), message, FAILURES)
         self._uploads: Uploads | None = None

@@ -35,7 +35,7 @@ from megatron_wrap.checkpoint.asynchronous_saves import AsynchronousSaves
 from megatron_wrap.checkpoint.files.hashed_files import FileToWrite, Index, write_files
 from megatron_wrap.checkpoint.files.run_folder import RESOLVED, CheckpointStore, cannot_write, free_bytes
 from megatron_wrap.checkpoint.files.writer_process import HostCopy
-from megatron_wrap.checkpoint.saved_adapter import base_facts
+from megatron_wrap.checkpoint.saved_adapter import base_record
 from megatron_wrap.checkpoint.saved_tensors import CONTENT_METADATA
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.derived import saves_adapter_alone
@@ -85,7 +85,7 @@ def run_record(config: RunConfig, layout: Mapping[str, Any], vocab_size: int) ->
         "training": training_record(config),
     }
     if adapter_alone:
-        manifest["base"] = base_facts(config)
+        manifest["base"] = base_record(config)
     if others := other_adapters(config):
         manifest["other_adapters"] = others
     return RunRecord(config.resolved_yaml, manifest, adapter_alone)

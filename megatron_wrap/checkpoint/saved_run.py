@@ -17,7 +17,7 @@ from megatron_wrap.checkpoint.files.run_folder import (
     missing_part,
     read_manifest,
 )
-from megatron_wrap.checkpoint.saved_adapter import precheck_adapter
+from megatron_wrap.checkpoint.saved_adapter import check_saved_adapter
 from megatron_wrap.checkpoint.saved_schedule import compare_values
 from megatron_wrap.config import load_resolved
 from megatron_wrap.config.decode import section_hints
@@ -58,7 +58,7 @@ class SavedRun:
     """The content of `resolved.yaml` and of the manifest."""
 
     resolved: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    manifest: Mapping[str, Any]
 
     def section(self, name: str) -> Mapping[str, Any]:
         """The values of a section of `RunConfig`, such as `arch`."""
@@ -73,7 +73,7 @@ class SavedRun:
         """The content of `megatron_lm.model.arch` in a run's YAML that selects the saved architecture, with the sizes
         that were derived from tokenizer and sequence length."""
         values = dict(self.section("arch"))
-        values["vocab_size"] = self.facts.get("vocab_size", values["vocab_size"])
+        values["vocab_size"] = self.manifest.get("vocab_size", values["vocab_size"])
         if values["max_position_embeddings"] is None:
             values["max_position_embeddings"] = self.section("train")["seq_length"]
         # language-model-base gives no dimensions; the saved values override all of its keys
@@ -202,7 +202,7 @@ def check_checkpoints(config: RunConfig) -> None:
     except CheckpointError as error:
         raise CheckpointError(f"{start.path}: {error}") from error
     continues = (start.resumes or not config.train.finetune) and not config.train.no_load_optim
-    precheck_adapter(start.path, saved.section("adapter"), saved.facts.get("base"), config, continues)
+    check_saved_adapter(start.path, saved.section("adapter"), saved.manifest.get("base"), config, continues)
 
 
 def check_resumption(config: RunConfig) -> None:
@@ -327,14 +327,14 @@ def check_saved_vocabulary(checkpoint: Path, vocab_size: int) -> Mapping[str, An
     Raises:
         CheckpointError: they differ.
     """
-    facts = read_manifest(checkpoint)
-    saved = facts.get("vocab_size", vocab_size)
+    manifest = read_manifest(checkpoint)
+    saved = manifest.get("vocab_size", vocab_size)
     if saved != vocab_size:
         raise CheckpointError(
             f"{checkpoint} is a checkpoint of another model: embedding.word_embeddings.weight has {saved} rows there "
             f"and {vocab_size} here; use the checkpoint's tokenizer, or set megatron_lm.model.arch.vocab_size"
         )
-    return facts
+    return manifest
 
 
 def tokens_new_to_checkpoint(saved: SavedRun | None, config: RunConfig, vocab_size: int) -> NewTokens | None:

@@ -192,7 +192,7 @@ def saved_progress(common: dict[str, Any]) -> Progress:
     return Progress(iteration=int(common.get("iteration", 0)), consumed_samples=int(samples))
 
 
-def layout_facts(parallel: ParallelState, platform_name: str) -> dict[str, Any]:
+def layout_record(parallel: ParallelState, platform_name: str) -> dict[str, Any]:
     """The layout as recorded in the manifest; random generator states are restored only on the same layout."""
     sizes = {name: getattr(parallel, name).size for name in ("tp", "pp", "cp", "dp", "ep")}
     return {**sizes, "virtual": parallel.virtual_size, "platform": platform_name}

@@ -116,11 +116,11 @@ class Measurement:
         """Make a save; the earlier checkpoint is removed before. With `background`, measure the time until it returns,
         and until the checkpoint is published."""
         from megatron_wrap.checkpoint.save import run_record, save_checkpoint
-        from megatron_wrap.checkpoint.saved_tensors import layout_facts
+        from megatron_wrap.checkpoint.saved_tensors import layout_record
 
         shutil.rmtree(self._folder, ignore_errors=True)
         state = self._wrap.state
-        record = run_record(state.config, layout_facts(state.parallel, state.platform.name), state.shape.vocab_size)
+        record = run_record(state.config, layout_record(state.parallel, state.platform.name), state.shape.vocab_size)
         started = time.perf_counter()
         with context():
             self._timed(name, lambda: save_checkpoint(state, self._folder, record, asynchronous=background))

@@ -82,8 +82,8 @@ class RemoteStore:
         """The manifest of a checkpoint; empty if there is none or it cannot be read."""
         content = self._read(lambda: self.folder.read(f"{folder_name(iteration)}/{MANIFEST}"))
         with contextlib.suppress(ValueError):
-            facts = json.loads(content or b"{}")
-            return facts if isinstance(facts, dict) else {}
+            manifest = json.loads(content or b"{}")
+            return manifest if isinstance(manifest, dict) else {}
         return {}
 
     def missing_part(self, iteration: int) -> str | None:

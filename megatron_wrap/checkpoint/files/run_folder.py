@@ -30,7 +30,7 @@ BEST = "best_checkpointed_iteration.txt"
 """File with the iteration of the checkpoint with the best evaluation, in the format of the tracker."""
 
 MANIFEST = "megatron_wrap.json"
-"""File with facts about the checkpoint and the size and hashes of each of its files; written last, before the
+"""File with metadata of the checkpoint and the size and hashes of each of its files; written last, before the
 rename."""
 
 FORMAT_FILES = ("metadata.json", ".metadata")
@@ -143,14 +143,14 @@ class CheckpointStore(CheckpointFolder):
         return partial
 
     def commit(
-        self, partial: Path, iteration: int, facts: Mapping[str, Any], hashes: Mapping[str, Any] | None = None
+        self, partial: Path, iteration: int, metadata: Mapping[str, Any], hashes: Mapping[str, Any] | None = None
     ) -> Path:
         """Flush a folder from `begin` to disk, publish it as the checkpoint of `iteration`, and update the tracker.
 
         An older checkpoint of the same iteration stays valid until the new one is renamed.
 
         Args:
-            facts: JSON values for the manifest.
+            metadata: JSON values for the manifest.
             hashes: from `hash_files`, of files that need not be read again.
 
         Raises:
@@ -160,7 +160,7 @@ class CheckpointStore(CheckpointFolder):
         sizes = {str(path.relative_to(partial)): _make_durable(path) for path in content if path.is_file()}
         known = {name: entry for name, entry in (hashes or {}).items() if name in sizes}
         known |= hash_files(partial, [name for name in sizes if name not in known])
-        manifest = {**facts, "iteration": iteration, "files": sizes, "hashes": known}
+        manifest = {**metadata, "iteration": iteration, "files": sizes, "hashes": known}
         manifest = json.loads(json.dumps(manifest))
         write_atomically(partial / MANIFEST, json.dumps({**manifest, "digest": digest(manifest)}, indent=1))
         for folder in (partial, *(path for path in content if path.is_dir())):
@@ -292,8 +292,8 @@ def missing_part(checkpoint: Path) -> str | None:
     if not manifest.is_file():
         return f"{MANIFEST} is missing" if (checkpoint / RESOLVED).exists() else None
     try:
-        facts = json.loads(manifest.read_text(encoding="utf-8"))
-        sizes, hashes, problem = dict(facts["files"]), dict(facts["hashes"]), manifest_damage(facts)
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+        sizes, hashes, problem = dict(content["files"]), dict(content["hashes"]), manifest_damage(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     if problem is not None:
@@ -323,8 +323,8 @@ def content_damage(checkpoint: Path) -> str | None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest: the facts passed to `CheckpointStore.commit`, the iteration and the file sizes; empty if there is
-    none (saved by Megatron-LM)."""
+    """The manifest: the metadata passed to `CheckpointStore.commit`, the iteration, sizes and hashes of files; empty if
+    there is none (saved by Megatron-LM)."""
     try:
         return json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):

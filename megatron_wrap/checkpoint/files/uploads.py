@@ -240,8 +240,8 @@ class _Ended(Exception):
 
 def _files(checkpoint: Path) -> dict[str, tuple[int, str]]:
     """Name of each file but the manifest -> size in bytes, and hash."""
-    facts = read_manifest(checkpoint)
-    return {name: (size, facts["hashes"][name]["list"]) for name, size in facts["files"].items()}
+    manifest = read_manifest(checkpoint)
+    return {name: (size, manifest["hashes"][name]["list"]) for name, size in manifest["files"].items()}
 
 
 def _size(checkpoint: Path) -> int:

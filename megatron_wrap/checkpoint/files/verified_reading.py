@@ -18,7 +18,7 @@ import torch
 from megatron_wrap.checkpoint.files.hashed_files import BLOCK_BYTES, block_damage, read_block
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.platform.megatron_core.checkpoint_reader import FilePart, ReadPart
-from megatron_wrap.platform.megatron_core.stored_tensor import BytesInMemory
+from megatron_wrap.platform.megatron_core.torch_save_format import BytesInMemory
 from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 Block = tuple[str, int]

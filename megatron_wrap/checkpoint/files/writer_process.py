@@ -112,22 +112,22 @@ class Writer:
             self._process, self._connection, self._is_busy = None, None, False
 
     def _launch(self) -> None:
-        ours, theirs = Pipe()
+        connection, process_end = Pipe()
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
-        with theirs:
+        with process_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(self._memory), str(os.getpid())],
+                [sys.executable, "-c", _PROGRAM, str(process_end.fileno()), str(self._memory), str(os.getpid())],
                 env=environment,
-                pass_fds=(theirs.fileno(), self._memory),
+                pass_fds=(process_end.fileno(), self._memory),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C ends the rank, which waits for this process
             )
-        self._connection = ours
+        self._connection = connection
 
 
 @dataclass(frozen=True)
