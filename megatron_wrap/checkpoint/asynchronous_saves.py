@@ -36,6 +36,7 @@ _LOST_SECONDS = 10.0
 """Seconds after which an ending rank no longer waits for other ranks whose files do not change, because those were
 killed."""
 _KEY = "megatron_wrap/save"
+_FAILURES = (*FILE_FAILURES, CheckpointError)
 
 
 class AsynchronousSaves:
@@ -263,7 +264,7 @@ class _Publication(threading.Thread):
             for record in self._records:
                 record.unlink()
             self._finish(records)
-        except (*FILE_FAILURES, CheckpointError) as failure:
+        except _FAILURES as failure:
             self._fail(describe(failure))
         except BaseException as bug:
             self._fail(repr(bug))

@@ -19,9 +19,8 @@ from megatron_wrap.checkpoint.files.run_folder import (
 )
 from megatron_wrap.checkpoint.saved_adapter import check_saved_adapter
 from megatron_wrap.checkpoint.saved_schedule import compare_values
-from megatron_wrap.config import load_resolved
 from megatron_wrap.config.decode import section_hints
-from megatron_wrap.config.reading.yaml_nodes import inline_yaml
+from megatron_wrap.config.reading.yaml_nodes import inline_yaml, read_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.config.schema.types import check_value
@@ -83,7 +82,7 @@ class SavedRun:
 def read_saved_run(checkpoint: Path) -> SavedRun | None:
     """The run that saved a checkpoint; None if that was Megatron-LM, which records no configuration of ours."""
     path = checkpoint / RESOLVED
-    return SavedRun(load_resolved(path), read_manifest(checkpoint)) if path.is_file() else None
+    return SavedRun(read_yaml(path).plain(), read_manifest(checkpoint)) if path.is_file() else None
 
 
 def section_of(resolved: Mapping[str, Any], name: str) -> Mapping[str, Any]:

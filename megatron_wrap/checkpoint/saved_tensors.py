@@ -245,7 +245,9 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
         CheckpointError: a parameter is missing or unexpected, or an extra state is not that of an FP8 recipe.
     """
     for name, chunk in zip([name for name in loaded if name.startswith("model")], chunks, strict=True):
-        extra_states = [(key, entry) for key, entry in loaded[name].items() if key.endswith("_extra_state")]
+        extra_states = [  # None: of Megatron-Core's own layers
+            (key, entry) for key, entry in loaded[name].items() if key.endswith("_extra_state") and entry is not None
+        ]
         with readable_scales(extra_states) if extra_states else contextlib.nullcontext():
             tensors = {key: value for key, value in loaded[name].items() if not key.startswith(_ORIGINAL)}
             missing, unexpected = bare_model(chunk).load_state_dict(tensors, strict=False)
