@@ -1,2 +1,2 @@
-"""Checkpoints: `files` publishes, removes and lists their folders, `precheck` validates them without torch, `save_load`
-writes and reads a run's state, `resume` chooses the checkpoint that a run starts from."""
+"""Checkpoints: `save` and `load` write and read a run's state, `run_checkpoints` chooses the one that a run begins
+with, `saved_run` compares it with the run without torch, `files` publishes, verifies and removes the files."""

@@ -16,6 +16,8 @@ from megatron_wrap.bridge.loading.hf_path import check_hugging_face
 from megatron_wrap.bridge.loading.hub import read_run_content
 from megatron_wrap.checkpoint.precheck import existing_checkpoint, find_checkpoint
 from megatron_wrap.checkpoint.saved_run import read_saved_run
+from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
+from megatron_wrap.checkpoint.saved_run import existing_checkpoint, find_checkpoint, read_saved_run
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.hugging_face import HF_PATH, TRAINING_KEYS, read_hugging_face_config
@@ -121,12 +123,13 @@ def check_tokenizer(config: RunConfig, reference: RunConfig, tokenizer: Any) -> 
     if tokenizer is not None and folder is not None:
         from megatron_wrap.data.chat.tokenizer import load_tokenizer
 
-        ours, theirs = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
-        if ours != theirs:
-            token = next(token for token in sorted(ours.keys() | theirs.keys()) if ours.get(token) != theirs.get(token))
+        ids, other_ids = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
+        if ids != other_ids:
+            tokens = sorted(ids.keys() | other_ids.keys())
+            token = next(token for token in tokens if ids.get(token) != other_ids.get(token))
             raise ConfigError(
-                f"{model} has another tokenizer than the run: token {token!r} has the id {theirs.get(token)} there and "
-                f"{ours.get(token)} here; use a {config.models.role} with the run's tokenizer"
+                f"{model} has another tokenizer than the run: token {token!r} has the id {other_ids.get(token)} there "
+                f"and {ids.get(token)} here; use a {config.models.role} with the run's tokenizer"
             )
         return
     vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
@@ -190,12 +193,12 @@ def _arch(config: RunConfig, model: Mapping[str, Any], wrap: Mapping[str, Any]) 
 
 def _refuse_another_architecture(config: RunConfig, reference: RunConfig) -> None:
     length = config.train.seq_length
-    ours, theirs = with_derived_sizes(config.arch, length), with_derived_sizes(reference.arch, length)
-    learned = ours.position_embedding_type == "learned_absolute"
+    arch, other_arch = with_derived_sizes(config.arch, length), with_derived_sizes(reference.arch, length)
+    learned = arch.position_embedding_type == "learned_absolute"
     skipped = {*_OF_THE_RUN, "upstream", "group_query_attention", "vocab_size"}
     skipped |= set() if learned else {"max_position_embeddings"}
-    for field in dataclasses.fields(ours):
-        before, now = getattr(theirs, field.name), getattr(ours, field.name)
+    for field in dataclasses.fields(arch):
+        before, now = getattr(other_arch, field.name), getattr(arch, field.name)
         if field.name not in skipped and before != now:
             raise ConfigError(
                 f"{config.models.path}: refresh_interval and ema_decay need a {config.models.role} of the policy's "

@@ -10,16 +10,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.files.complete_checkpoints import (
+from megatron_wrap.checkpoint.files.downloads import RemoteStore
+from megatron_wrap.checkpoint.files.hashed_files import find_damage
+from megatron_wrap.checkpoint.files.run_folder import (
     BEST,
     REFERENCE,
     CheckpointFolder,
     folder_name,
     missing_part,
-    read_facts,
+    read_manifest,
 )
-from megatron_wrap.checkpoint.files.hashes import find_damage
-from megatron_wrap.checkpoint.remote.downloads import RemoteStore
 from megatron_wrap.cli.text_table import text_table
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.metrics.number_format import counted, with_prefix
@@ -74,11 +74,11 @@ def _local_rows(folder_name: str, verify: bool) -> Iterator[tuple[str, ...]]:
 def _local_row(path: Path, name: str, *states: str) -> tuple[str, ...]:
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     saved = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-    return _row(name, size, saved, read_facts(path), *states)
+    return _row(name, size, saved, read_manifest(path), *states)
 
 
 def _state(path: Path, verify: bool) -> str:
-    problem, hashes = missing_part(path), read_facts(path).get("hashes")
+    problem, hashes = missing_part(path), read_manifest(path).get("hashes")
     if problem is not None:
         return f"incomplete: {problem}"
     if not verify:

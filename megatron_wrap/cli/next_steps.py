@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.checkpoint.precheck import find_checkpoint
+from megatron_wrap.checkpoint.saved_run import find_checkpoint
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.derived import output_dir, tensorboard_dir

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder, read_facts
+from megatron_wrap.checkpoint.files.run_folder import CheckpointFolder, read_manifest
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.report.curves import write_png_files
 from megatron_wrap.report.run_charts import charts_of
@@ -57,6 +57,6 @@ def _checkpoints(files: RunFiles) -> list[tuple[str, str, str, str]]:
         path = store.find(iteration)
         if path is not None:
             notes = [note for note, noted in (("newest", latest), ("best", best)) if noted == iteration]
-            gib = sum(read_facts(path).get("files", {}).values()) / 2**30
+            gib = sum(read_manifest(path).get("files", {}).values()) / 2**30
             rows.append((f"{iteration:,}", f"{gib:.3g}", str(path), ", ".join(notes)))
     return rows

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.resume import RunCheckpoints
+from megatron_wrap.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import ConfigError, did_you_mean
 from megatron_wrap.metrics.number_format import counted

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.precheck import starting_checkpoint
 from megatron_wrap.checkpoint.reference_config import add_reference_model
-from megatron_wrap.checkpoint.resume import RunCheckpoints
+from megatron_wrap.checkpoint.run_checkpoints import RunCheckpoints
+from megatron_wrap.checkpoint.saved_run import starting_checkpoint
 from megatron_wrap.config import RunConfig
 from megatron_wrap.core.best_and_early_stop import BestCheckpoint
 from megatron_wrap.core.run_data import RunData

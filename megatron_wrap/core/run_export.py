@@ -19,6 +19,9 @@ from megatron_wrap.bridge.export.save_pretrained import KeptVision, prune_export
 from megatron_wrap.bridge.export.weight_stream import WeightStream
 from megatron_wrap.checkpoint.files.complete_checkpoints import read_facts
 from megatron_wrap.checkpoint.resume import RunCheckpoints
+from megatron_wrap.bridge.mapping.adapter_targets import adapter_family, peft_config, task_type, tied_copies
+from megatron_wrap.checkpoint.files.run_folder import read_manifest
+from megatron_wrap.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.run_json import recorded_evaluation
 from megatron_wrap.core.step_reporting import RunRecords
@@ -93,7 +96,7 @@ class RunExport:
         if self._state.optimizer is not None:
             record, evaluation = training_record(self._state.config), self._records.last_evaluation
         elif loaded is not None:
-            record = read_facts(loaded[0]).get("training")
+            record = read_manifest(loaded[0]).get("training")
         if record is None or iteration is None:
             return
         if evaluation is None:

@@ -13,6 +13,8 @@ from typing import Any
 
 from megatron_wrap.bridge.export.model_card import package_versions
 from megatron_wrap.checkpoint.content import layout_facts
+from megatron_wrap.bridge.export.training_record import package_versions
+from megatron_wrap.checkpoint.saved_tensors import layout_record
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.engine.state.state import TrainingState
@@ -57,7 +59,7 @@ def write_run_facts(state: TrainingState, output_dir: Path, resumed_from: int | 
         "resumed_from": resumed_from,
         "train_iters": config.train.train_iters,
         "checkpoints": None if config.train.save is None else os.path.abspath(os.path.expanduser(config.train.save)),
-        "layout": layout_facts(parallel, state.platform.name),
+        "layout": layout_record(parallel, state.platform.name),
         "processes": parallel.world.size,
         "environment": _environment(state),
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_wrap.checkpoint.resume import RunCheckpoints
+from megatron_wrap.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.step_reporting import RunRecords
 from megatron_wrap.engine import split_step

@@ -193,7 +193,7 @@ class MegatronWrap:
 
     def _set_up(self, training: bool) -> Run:
         parallel = self._initialized()
-        from megatron_wrap.checkpoint.choices import decided
+        from megatron_wrap.checkpoint.chosen_values import decided
         from megatron_wrap.config.checks.vocabulary import model_vocab_size
         from megatron_wrap.core.run import Run
         from megatron_wrap.core.run_data import with_train_iters

@@ -11,9 +11,8 @@ from typing import Any
 from megatron_wrap.bridge.adapters.peft_folder import adapter_base, adapter_keys, is_adapter
 from megatron_wrap.bridge.loading.hub import local_folder, read_run_content
 from megatron_wrap.bridge.loading.weight_folder import WEIGHT_FILES
-from megatron_wrap.checkpoint.files.complete_checkpoints import RESOLVED
-from megatron_wrap.checkpoint.precheck import existing_checkpoint
-from megatron_wrap.checkpoint.saved_run import read_saved_run
+from megatron_wrap.checkpoint.files.run_folder import RESOLVED
+from megatron_wrap.checkpoint.saved_run import existing_checkpoint, read_saved_run
 from megatron_wrap.config import RunConfig, load_run_config
 from megatron_wrap.config.hugging_face import CONFIG_FILES, read_hugging_face_config, resolve_folder
 from megatron_wrap.config.schema.run import SECTION_PATHS

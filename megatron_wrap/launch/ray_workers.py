@@ -15,7 +15,7 @@ from typing import Any
 import ray.train
 import ray.train.collective
 
-from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder
+from megatron_wrap.checkpoint.files.run_folder import CheckpointFolder
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.core import MegatronWrap

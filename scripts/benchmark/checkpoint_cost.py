@@ -48,9 +48,9 @@ def sizes(gib: float, dtype: str) -> list[str]:
 @contextlib.contextmanager
 def without_hashes() -> Iterator[None]:
     """Make plain saves write no SHA-256 of tensor files."""
-    from megatron_wrap.checkpoint import strategy
-    from megatron_wrap.checkpoint.files import publish_and_prune
-    from megatron_wrap.checkpoint.files.write_tensor_files import write_files
+    from megatron_wrap.checkpoint import save
+    from megatron_wrap.checkpoint.files import run_folder
+    from megatron_wrap.checkpoint.files.hashed_files import write_files
 
     def write(*arguments: Any) -> Any:
         return write_files(*arguments, hashed=False)
@@ -58,10 +58,10 @@ def without_hashes() -> Iterator[None]:
     def hash_small(folder: Path, names: Any) -> Any:
         return hash_files(folder, [name for name in names if not name.endswith(".distcp")])
 
-    hash_files = publish_and_prune.hash_files
+    hash_files = run_folder.hash_files
     with (
-        mock.patch.object(strategy, "write_files", write),
-        mock.patch.object(publish_and_prune, "hash_files", hash_small),
+        mock.patch.object(save, "write_files", write),
+        mock.patch.object(run_folder, "hash_files", hash_small),
     ):
         yield
 
@@ -69,9 +69,9 @@ def without_hashes() -> Iterator[None]:
 @contextlib.contextmanager
 def without_verification() -> Iterator[None]:
     """Make loads skip the comparison of tensor files with their SHA-256."""
-    from megatron_wrap.checkpoint import save_load
+    from megatron_wrap.checkpoint import load
 
-    with mock.patch.object(save_load, "read_facts", return_value={}):
+    with mock.patch.object(load, "read_manifest", return_value={}):
         yield
 
 
@@ -115,12 +115,15 @@ class Measurement:
     def save(self, name: str, context: Callable[[], Any] = contextlib.nullcontext, background: Any = None) -> None:
         """Make a save; the earlier checkpoint is removed before. With `background`, measure the time until it returns,
         and until the checkpoint is published."""
-        from megatron_wrap.checkpoint.save_load import save_checkpoint
+        from megatron_wrap.checkpoint.save import run_record, save_checkpoint
+        from megatron_wrap.checkpoint.saved_tensors import layout_record
 
         shutil.rmtree(self._folder, ignore_errors=True)
+        state = self._wrap.state
+        record = run_record(state.config, layout_record(state.parallel, state.platform.name), state.shape.vocab_size)
         started = time.perf_counter()
         with context():
-            self._timed(name, lambda: save_checkpoint(self._wrap.state, self._folder, background=background))
+            self._timed(name, lambda: save_checkpoint(state, self._folder, record, asynchronous=background))
         if background:
             background.wait()
             self._record(f"{name}, until published", time.perf_counter() - started, 0.0)
@@ -129,7 +132,7 @@ class Measurement:
 
     def load(self, kind: str, way: str) -> None:
         """Load the newest checkpoint."""
-        from megatron_wrap.checkpoint.save_load import load_checkpoint
+        from megatron_wrap.checkpoint.load import load_checkpoint
 
         if kind == FROM_DISK:
             drop_from_cache(self._newest)
@@ -189,9 +192,9 @@ class Measurement:
 
 def measure(wrap: Any, folders: list[Path], end: float, rounds: int) -> list[Measurement]:
     """Make all rounds, or as many as the limit allows."""
-    from megatron_wrap.checkpoint.background import BackgroundSaves
+    from megatron_wrap.checkpoint.asynchronous_saves import AsynchronousSaves
 
-    background = BackgroundSaves(wrap.platform.device, lambda: None)
+    background = AsynchronousSaves(wrap.platform.device, lambda: None)
     measurements = [Measurement(wrap, background, folder / "checkpoints", end) for folder in folders]
     try:
         for number in range(rounds + 1):

@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))
 import _checkpoint_runs as runs
 import _trials
 
-from megatron_wrap.checkpoint import strategy
-from megatron_wrap.checkpoint.files import write_tensor_files
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.remote.downloads import RemoteStore
+from megatron_wrap.checkpoint import save as saving
+from megatron_wrap.checkpoint.files import hashed_files
+from megatron_wrap.checkpoint.files.downloads import RemoteStore
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
 from megatron_wrap.errors import CheckpointError
 
 FULL, READ_ONLY, SLOW, DROPPED = "full tmpfs", "read-only folder", "slow disk", "dropped connections"
@@ -62,7 +62,7 @@ def full(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]:
             file.write(bytes(1 << 20))
         file.write(bytes(left % (1 << 20)))
     is_unknown = generator.random() < 0.5
-    with mock.patch.object(strategy, "free_bytes", return_value=None) if is_unknown else contextlib.nullcontext():
+    with mock.patch.object(saving, "free_bytes", return_value=None) if is_unknown else contextlib.nullcontext():
         yield
     ballast.unlink()
 
@@ -80,7 +80,7 @@ def read_only(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]
 def slow(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]:
     """Fault in which the writes of a plain save and the flush at their end take long; the process that writes
     asynchronous saves is stopped for nine tenths of the time."""
-    file_class = write_tensor_files._HashedFile
+    file_class = hashed_files._HashedFile
     seconds, write, finish = generator.uniform(0.05, 0.3), file_class.write, file_class.finish
 
     def slow_write(file: Any, data: bytes) -> int:
@@ -93,7 +93,7 @@ def slow(wrap: Any, disk: Path, generator: random.Random) -> Iterator[None]:
 
     ends = threading.Event()
     with mock.patch.multiple(file_class, write=slow_write, finish=slow_finish):
-        thread = threading.Thread(target=_hinder, args=(wrap._run.checkpoints._background, ends))
+        thread = threading.Thread(target=_hinder, args=(wrap._run.checkpoints._asynchronous, ends))
         thread.start()
         yield
         ends.set()

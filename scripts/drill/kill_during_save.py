@@ -34,7 +34,7 @@ import _checkpoint_runs as runs
 import _trials
 import numpy
 
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
 from megatron_wrap.testing.pools import import_for_ranks
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.fork", "os.listdir", "os.scandir")

@@ -25,7 +25,7 @@ import _indexed_runs
 import _trials
 from _rank_pools import RankPools
 
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
 from megatron_wrap.testing.ranks import RankPool
 
 STEPS = 12

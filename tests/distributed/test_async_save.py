@@ -20,7 +20,7 @@ from _covering import quick
 from _interpreters import forked_interpreters
 from _started import refusal_of, train_until
 
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
 
 ASYNC = ("megatron_wrap.checkpoint.async_save=true",)
 SAVES = 3
@@ -86,7 +86,7 @@ def test_the_files_are_those_of_a_plain_save(ranks, tmp_path):
 
 
 def _writer(wrap: Any) -> int:
-    return int(wrap._run.checkpoints._background.writer_process)
+    return int(wrap._run.checkpoints._asynchronous.writer_process)
 
 
 def _stopped_writer(folder: Path) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _tolerated(folder: Path, overrides: tuple[str, ...]) -> tuple[str, list[int]
             while wrap.iteration < runs.MOST_STEPS:
                 if wrap.dp_rank == 1:
                     largest = unlimited[0] if wrap.iteration in (0, 2) else 100_000
-                    writer = None if checkpoints._background is None else checkpoints._background.writer_process
+                    writer = None if checkpoints._asynchronous is None else checkpoints._asynchronous.writer_process
                     for process in filter(None, (os.getpid(), writer)):
                         resource.prlimit(process, resource.RLIMIT_FSIZE, (largest, unlimited[1]))
                 _step(wrap)

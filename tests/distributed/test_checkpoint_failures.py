@@ -20,7 +20,7 @@ from _checkpoint_runs import ARCH, BF16, DISTRIBUTED, MUON, OPTIMIZER, SGD, TIED
 from _covering import quick
 from _started import refusal_of, train_until
 
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
 
 
 def _save_with_limited_files(folder: Path, limited_rank: int, largest_file: int) -> tuple[str, list[int]]:
@@ -64,9 +64,9 @@ def _save_where_rank_0_fails(folder: Path, name: str) -> str:
     with runs.started(folder) as wrap:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-        from megatron_wrap.checkpoint import strategy
+        from megatron_wrap.checkpoint import save
 
-        owner: Any = FileSystemWriter if name == "finish" else strategy
+        owner: Any = FileSystemWriter if name == "finish" else save
         full = mock.patch.object(owner, name, side_effect=OSError(28, "No space left on device"))
         with full if wrap.dp_rank == 0 else contextlib.nullcontext():
             message = refusal_of(wrap.save)
@@ -98,14 +98,14 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, int | None]]:
 
 def _save_twice(folder: Path, records: Path, pretended: int | None) -> tuple[str, list[int]]:
     """With a disk for one checkpoint: the message of the second save, and the iterations that are saved."""
-    from megatron_wrap.checkpoint import strategy
+    from megatron_wrap.checkpoint import save
 
     def free_bytes(partial: Path) -> int:
         return (pretended or 0) - sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
     keys = (f"{TRAIN}.save_interval=1", "megatron_wrap.checkpoint.on_save_error=continue")
     with (
-        mock.patch.object(strategy, "free_bytes", strategy.free_bytes if pretended is None else free_bytes),
+        mock.patch.object(save, "free_bytes", save.free_bytes if pretended is None else free_bytes),
         runs.started(folder, (*keys, f"megatron_wrap.logger.output_dir={records}")) as wrap,
     ):
         train_until(wrap, runs.samples(), 2)  # the second one is not saved
@@ -198,7 +198,7 @@ def test_truncated_data_files_are_one_error(saved: Path, tmp_path: Path, ranks) 
 
 
 def _reports(folder: Path, overrides: tuple[str, ...]) -> list[Any]:
-    from megatron_wrap.checkpoint.save_load import load_checkpoint
+    from megatron_wrap.checkpoint.load import load_checkpoint
 
     with runs.started(folder.parent / "empty", overrides) as wrap:
         state = wrap.state

@@ -13,7 +13,7 @@ import _checkpoint_runs as runs
 import pytest
 import torch
 
-from megatron_wrap.checkpoint.files.hashes import digest
+from megatron_wrap.checkpoint.files.hashed_files import digest
 
 RESUME = "megatron_wrap.checkpoint.resume"
 

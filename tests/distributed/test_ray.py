@@ -8,7 +8,7 @@ from pathlib import Path
 import _ray_runs as runs
 import pytest
 
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
 from megatron_wrap.errors import DataError, LayoutError
 
 

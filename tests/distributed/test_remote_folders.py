@@ -14,8 +14,8 @@ import pytest
 from _checkpoint_runs import TP2, TRAIN
 from _object_store import SECRET, Proxy, object_store
 
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.remote.downloads import RemoteStore
+from megatron_wrap.checkpoint.files.downloads import RemoteStore
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
 
 CHECKPOINT = "megatron_wrap.checkpoint"
 STEPS = 4

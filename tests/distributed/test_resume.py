@@ -3,7 +3,9 @@ within rounding on another."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import _checkpoint_runs as runs
 import pytest
@@ -78,6 +80,33 @@ def test_a_save_does_not_change_the_continuing_run(tmp_path: Path, ranks) -> Non
     overrides = (*DISTRIBUTED, *OVERLAP, *DROPOUT)
     saving = ranks(2).run(runs.train, tmp_path / "a", overrides, 4, (1, 2, 3))
     assert saving == ranks(2).run(runs.train, tmp_path / "b", overrides, 4)
+
+
+def _calls_that_read_yaml(folder: Path) -> list[tuple[int, int]]:
+    """Number of calls in config/reading, and of YAML files read, of a save and of a load."""
+    counts = []
+    with runs.started(folder) as wrap:
+        wrap.train(runs.samples()[: runs.BATCH])
+        for action in (wrap.save, wrap.load):
+            names: list[str] = []
+
+            def enter(frame: Any, event: str, _: Any, names: list[str] = names) -> None:
+                if event == "call" and "/megatron_wrap/config/reading/" in frame.f_code.co_filename:
+                    names.append(frame.f_code.co_name)
+
+            sys.setprofile(enter)
+            try:
+                action()
+            finally:
+                sys.setprofile(None)
+            counts.append((len(names), names.count("read_yaml")))
+    return counts
+
+
+def test_a_save_writes_what_it_was_given_and_a_load_reads_the_saved_configuration_once(tmp_path: Path, ranks) -> None:
+    (save, load), *_ = ranks(1).run(_calls_that_read_yaml, tmp_path)
+    assert save == (0, 0)
+    assert load[1] == 1
 
 
 def test_another_split_of_the_pipeline_computes_the_same_loss(tmp_path: Path, ranks) -> None:

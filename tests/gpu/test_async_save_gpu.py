@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 import numpy
 
-from megatron_wrap.checkpoint.files.host_copy import HostCopy
+from megatron_wrap.checkpoint.files.writer_process import HostCopy
 from megatron_wrap.core import MegatronWrap
 
 CONFIG = Path(__file__).parents[2] / "scripts/benchmark/overhead.yaml"

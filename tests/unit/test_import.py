@@ -14,7 +14,7 @@ HEAVY = "{'torch', 'megatron', 'numpy', 'transformers', 'yaml', 'loguru', 'wandb
     [
         *((f"import megatron_wrap{module}", "set()") for module in ("", ".core", ".errors", ".platform", ".registry")),
         ("import megatron_wrap.metrics.declared", "set()"),
-        ("from megatron_wrap.checkpoint.precheck import find_checkpoint; find_checkpoint('nothing')", "{'yaml'}"),
+        ("from megatron_wrap.checkpoint.saved_run import find_checkpoint; find_checkpoint('nothing')", "{'yaml'}"),
     ],
 )
 def test_an_import_loads_nothing_heavy(statement: str, loaded: str) -> None:

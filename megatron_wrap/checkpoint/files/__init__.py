@@ -1,2 +1,2 @@
-"""The folders and files of checkpoints: which folders are complete, their publication, the hashes of files, and for
-asynchronous saves the copy in host memory and the process that writes."""
+"""Files of checkpoints: the run's folder, hashes, reading that verifies them, the process that writes asynchronous
+saves, and copies in object stores and Hugging Face repositories."""

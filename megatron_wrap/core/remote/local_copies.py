@@ -7,8 +7,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder
-from megatron_wrap.checkpoint.remote.downloads import fetch_newest, fetch_one, is_one
+from megatron_wrap.checkpoint.files.downloads import fetch_newest, fetch_one, is_one
+from megatron_wrap.checkpoint.files.run_folder import CheckpointFolder
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.contradictions import refuse
 from megatron_wrap.config.schema import derived

@@ -25,8 +25,9 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
             outside the vocabulary. ConfigError: it has more
             entries than the model. CheckpointError: the checkpoint has another vocabulary.
     """
-    from megatron_wrap.checkpoint.precheck import (
+    from megatron_wrap.checkpoint.saved_run import (
         check_saved_vocabulary,
+        read_saved_run,
         refuse_new_tokens,
         starting_checkpoint,
         tokens_new_to_checkpoint,
@@ -45,7 +46,7 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
     if start is not None:
         check_saved_vocabulary(start.path, size)
         if start.resumes or not config.train.finetune:
-            refuse_new_tokens(start.path, tokens_new_to_checkpoint(start.path, config, size))
+            refuse_new_tokens(start.path, tokens_new_to_checkpoint(read_saved_run(start.path), config, size))
     if warning := new_tokens_warning(config, candidate.tokenizer, size):
         if config.model_provider.verify_hf:
             refuse(config, ["model_provider.verify_hf"], f"{warning}; write false")
@@ -65,11 +66,11 @@ def new_tokens_warning(config: RunConfig, tokenizer: Any, vocab_size: int) -> st
     """A warning if the weights that the run starts from were not trained with some of its tokens: the rows of these
     tokens begin as the mean of the other rows. It also reports whether they stay frozen. Reads files only."""
     from megatron_wrap.bridge.loading.hf_path import folder_arch, tokens_new_to_folder
-    from megatron_wrap.checkpoint.precheck import starting_checkpoint, tokens_new_to_checkpoint
+    from megatron_wrap.checkpoint.saved_run import read_saved_run, starting_checkpoint, tokens_new_to_checkpoint
 
     start, added = starting_checkpoint(config), 0
     if start is not None:
-        weights, tokens = str(start.path), tokens_new_to_checkpoint(start.path, config, vocab_size)
+        weights, tokens = str(start.path), tokens_new_to_checkpoint(read_saved_run(start.path), config, vocab_size)
     else:
         weights, tokens = "model_provider.hf_path", tokens_new_to_folder(config, tokenizer, vocab_size)
         added = 0 if tokens is None else vocab_size - (folder_arch(config).vocab_size or vocab_size)

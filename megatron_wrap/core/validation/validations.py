@@ -14,15 +14,15 @@ from megatron_wrap.bridge.adapters.peft_folder import adapter_folder
 from megatron_wrap.bridge.adapters.run_adapter import run_adapter
 from megatron_wrap.bridge.adapters.trained_parameters import adapter_lines, check_frozen
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
-from megatron_wrap.checkpoint.files.complete_checkpoints import read_facts
-from megatron_wrap.checkpoint.precheck import (
+from megatron_wrap.checkpoint.files.run_folder import read_manifest
+from megatron_wrap.checkpoint.reference_config import reference_config
+from megatron_wrap.checkpoint.saved_run import (
     check_checkpoints,
     check_resumption,
     differing_runs,
+    read_saved_run,
     starting_checkpoint,
 )
-from megatron_wrap.checkpoint.reference_config import reference_config
-from megatron_wrap.checkpoint.saved_run import read_saved_run
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.config.checks.run import check_flow_options, check_values
@@ -175,7 +175,7 @@ def _checkpoint(candidate: Candidate) -> Iterator[Note]:
     if start is None:
         yield Note("a new run, which saves no checkpoint" if save is None else f"a new run, which saves to {save}")
         return
-    iteration, saved = read_facts(start.path).get("iteration"), read_saved_run(start.path)
+    iteration, saved = read_manifest(start.path).get("iteration"), read_saved_run(start.path)
     if not start.resumes:
         yield Note(f"begins with the {'weights' if config.train.finetune else 'state'} of {start.path}")
         return

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_wrap.bridge.export.export_format import export_format
-from megatron_wrap.checkpoint.files.complete_checkpoints import TRACKER, CheckpointFolder, free_bytes, read_facts
+from megatron_wrap.checkpoint.files.run_folder import TRACKER, CheckpointFolder, free_bytes, read_manifest
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.hugging_face import NotDownloaded, resolve_folder
 from megatron_wrap.config.schema.derived import saves_adapter_alone
@@ -89,7 +89,7 @@ def checkpoint_bytes(config: RunConfig) -> int | None:
     """Size of the run's newest checkpoint in bytes, else a lower bound of its first one; None: not known."""
     store = CheckpointFolder(config.train.save or ".")
     latest = store.latest()
-    sizes = {} if latest is None else read_facts(store.find(latest) or Path()).get("files", {})
+    sizes = {} if latest is None else read_manifest(store.find(latest) or Path()).get("files", {})
     if sizes:
         return sum(sizes.values())
     if saves_adapter_alone(config) or config.arch.vocab_size is None:  # null: the size of a tokenizer

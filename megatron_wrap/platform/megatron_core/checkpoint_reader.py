@@ -26,7 +26,7 @@ from torch.futures import Future
 from megatron_wrap.errors import CheckpointError, special_file
 from megatron_wrap.inside_folder import leaves_folder
 from megatron_wrap.platform.megatron_core import restricted_pickle
-from megatron_wrap.platform.megatron_core.stored_tensor import (
+from megatron_wrap.platform.megatron_core.torch_save_format import (
     BytesInMemory,
     ElementsInMemory,
     elements_of,
@@ -123,7 +123,7 @@ class RestrictedReader(FileSystemReader):
         return finished
 
     def _read_part(self, item: Any, target: torch.Tensor | None, memory: BytesInMemory | None) -> Any:
-        """The stored value of an item: `target`, if it is on the CPU and could be read into; the elements in `memory`,
+        """The saved value of an item: `target`, if it is on the CPU and could be read into; the elements in `memory`,
         if they can be copied to `target`; else a new tensor on the CPU. An object is returned as the bytes of a pickle
         of this process, read with weights_only and written again."""
         info = self.storage_data[item.storage_index]
@@ -175,7 +175,7 @@ def _whole_target(planner: Any, items: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _take(planner: Any, item: Any, tensor: Any) -> None:
-    """Copy the part of a stored tensor that an item requests, as torch's FileSystemReader does."""
+    """Copy the part of a saved tensor that an item requests, as torch's FileSystemReader does."""
     tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
     target = planner.resolve_tensor(item).detach()
     if target.size() != tensor.size():

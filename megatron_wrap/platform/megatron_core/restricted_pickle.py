@@ -88,9 +88,9 @@ def checkpoint_metadata(file: IO[bytes]) -> Any:
     metadata = load(file, names)
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it contains an object of type {type(metadata).__name__}")
-    stored = metadata.storage_data
-    if type(stored) is not dict or any(
-        type(info) is not _StorageInfo or type(info.relative_path) is not str for info in stored.values()
+    storage_data = metadata.storage_data
+    if type(storage_data) is not dict or any(
+        type(info) is not _StorageInfo or type(info.relative_path) is not str for info in storage_data.values()
     ):  # other types may return another name when they are read again
         raise pickle.UnpicklingError("its storage_data is not a dictionary with the names of files")
     return metadata

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config, write_resolved
 from megatron_wrap.core import MegatronWrap

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.checkpoint.files.complete_checkpoints import MANIFEST, RESOLVED
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
+from megatron_wrap.checkpoint.files.run_folder import MANIFEST, RESOLVED, CheckpointStore
 from megatron_wrap.cli.main import main
 
 Shown = Callable[..., list[str]]

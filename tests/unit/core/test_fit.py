@@ -14,7 +14,7 @@ import numpy
 import pytest
 from _runs import read_rows, ready, started, write_rows
 
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
 from megatron_wrap.core import MegatronWrap
 from megatron_wrap.engine.state.state import BestEvaluation
 from megatron_wrap.errors import ConfigError

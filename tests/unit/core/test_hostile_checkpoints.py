@@ -12,7 +12,7 @@ import pytest
 import torch
 from _runs import started
 
-from megatron_wrap.checkpoint.files.hashes import digest
+from megatron_wrap.checkpoint.files.hashed_files import digest
 from megatron_wrap.cli.main import main
 from megatron_wrap.errors import CheckpointError
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.checkpoint.files.complete_checkpoints import TRACKER
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
+from megatron_wrap.checkpoint.files.run_folder import TRACKER, CheckpointStore
 from megatron_wrap.cli import doctor
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config

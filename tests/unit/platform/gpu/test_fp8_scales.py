@@ -142,7 +142,7 @@ def test_a_pickle_that_changes_a_recipe_is_refused():
 
 
 def test_a_module_receives_no_extra_state_that_was_refused():
-    from megatron_wrap.checkpoint.content import load_model
+    from megatron_wrap.checkpoint.saved_tensors import load_model
 
     class Layer(torch.nn.Module):
         """As Transformer Engine's, which reads any pickle."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_wrap.checkpoint.files import hashes
-from megatron_wrap.checkpoint.files.verification import BlockVerification
+from megatron_wrap.checkpoint.files import hashed_files
+from megatron_wrap.checkpoint.files.verified_reading import BlockVerification
 from megatron_wrap.platform.megatron_core import checkpoint_reader, restricted_pickle
 from megatron_wrap.platform.megatron_core.checkpoint_reader import RestrictedReader, read_by
 
@@ -33,7 +33,7 @@ def test_tensors_come_from_the_memory_that_was_compared(target_dtype, on_cpu, sa
     """Those on a GPU are copied there by the calling thread."""
     monkeypatch.setattr(checkpoint_reader, "_is_on_cpu", lambda _: on_cpu)
     names = [path.name for path in tmp_path.glob("*.distcp")]
-    hashed = hashes.hash_files(tmp_path, names)
+    hashed = hashed_files.hash_files(tmp_path, names)
     loaded = {name: torch.zeros(value.size(), dtype=target_dtype or value.dtype) for name, value in saved.items()}
     with warnings.catch_warnings(), BlockVerification(tmp_path, hashed, torch.device("cpu")) as verification:
         warnings.simplefilter("ignore")

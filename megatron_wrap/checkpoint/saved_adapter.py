@@ -15,6 +15,9 @@ from megatron_wrap.bridge.adapters.peft_folder import other_adapters
 from megatron_wrap.bridge.adapters.run_adapter import run_adapter
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
 from megatron_wrap.checkpoint.files.hashes import find_damage, hash_files
+from megatron_wrap.bridge.mapping.adapter_targets import saved_parameters
+from megatron_wrap.bridge.mapping.token_rows import trained_rows
+from megatron_wrap.checkpoint.files.hashed_files import find_damage, hash_files
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema.model import AdapterConfig
@@ -36,7 +39,7 @@ def check_adapter(
     """Compare the adapter of a checkpoint, and the base that it needs, with the run's.
 
     Args:
-        base: from `base_facts`, of the Hugging Face folder that the checkpoint needs; None: it has all weights.
+        base: from `base_record`, of the Hugging Face folder that the checkpoint needs; None: it has all weights.
         continues: whether the optimizer is loaded as well.
 
     Raises:
@@ -99,15 +102,15 @@ def _refuse_to_begin_without_folder(checkpoint: Path, adapter: AdapterConfig) ->
         )
 
 
-def base_facts(config: RunConfig) -> dict[str, Any]:
+def base_record(config: RunConfig) -> dict[str, Any]:
     """Path and digest of the run's base for a checkpoint; with `base_digest: weights` also the hashes of its weight
     files, for which a process reads them once."""
     hf_path = str(config.model_provider.hf_path)
     folder = resolve_folder(hf_path)
-    facts: dict[str, Any] = {"path": hf_path, "digest": folder_digest(folder)}
+    record: dict[str, Any] = {"path": hf_path, "digest": folder_digest(folder)}
     if config.adapter.base_digest == "weights":
-        facts["hashes"] = _hashes_of_weights(folder)
-    return facts
+        record["hashes"] = _hashes_of_weights(folder)
+    return record
 
 
 @functools.cache
@@ -121,16 +124,16 @@ def check_others(checkpoint: Path, saved: Mapping[str, Mapping[str, str]], confi
     Raises:
         CheckpointError: one of the same name has another content.
     """
-    for name, facts in other_adapters(config).items():
-        if name in saved and facts["digest"] != saved[name]["digest"]:
+    for name, adapter in other_adapters(config).items():
+        if name in saved and adapter["digest"] != saved[name]["digest"]:
             raise CheckpointError(
                 f"{checkpoint} was trained with the frozen adapter {name} of {saved[name]['path']}, and "
-                f"{facts['path']} has another content; set megatron_wrap.adapter.others to the original, or give the "
+                f"{adapter['path']} has another content; set megatron_wrap.adapter.others to the original, or give the "
                 "new one another name"
             )
 
 
-def precheck_adapter(
+def check_saved_adapter(
     checkpoint: Path,
     saved_adapter: Mapping[str, Any],
     base: Mapping[str, Any] | None,

@@ -1,4 +1,4 @@
-"""The checkpoints of a remote folder, and their downloads. Names are as in `files/complete_checkpoints.py`.
+"""The checkpoints of a remote folder, and their downloads. Names are as in `files/run_folder.py`.
 
 The manifest of a checkpoint is sent after its other files, and the tracker after the manifest. Needs neither torch nor
 Megatron-Core.
@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.files.complete_checkpoints import (
+from megatron_wrap.checkpoint.files.run_folder import (
     MANIFEST,
     REFERENCE,
     TRACKER,
+    CheckpointStore,
     content_damage,
     folder_name,
     missing_part,
-    read_facts,
+    read_manifest,
 )
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.remote.files import ATTEMPTS, RemoteFolder, describe, with_retries
 from megatron_wrap.utils.dist_logger import logger
@@ -82,8 +82,8 @@ class RemoteStore:
         """The manifest of a checkpoint; empty if there is none or it cannot be read."""
         content = self._read(lambda: self.folder.read(f"{folder_name(iteration)}/{MANIFEST}"))
         with contextlib.suppress(ValueError):
-            facts = json.loads(content or b"{}")
-            return facts if isinstance(facts, dict) else {}
+            manifest = json.loads(content or b"{}")
+            return manifest if isinstance(manifest, dict) else {}
         return {}
 
     def missing_part(self, iteration: int) -> str | None:
@@ -233,7 +233,7 @@ def _fetch_first(remote: RemoteStore, candidates: Iterable[int], store: Checkpoi
 
 def _is_here(remote: RemoteStore, iteration: int, store: CheckpointStore) -> bool:
     local = store.find(iteration)
-    return local is not None and read_facts(local).get("digest") == remote.manifest(iteration).get("digest")
+    return local is not None and read_manifest(local).get("digest") == remote.manifest(iteration).get("digest")
 
 
 def _fetch(remote: RemoteStore, iteration: int, store: CheckpointStore) -> str | None:

@@ -4,6 +4,7 @@ tensors in it are taken from that memory."""
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,40 +15,35 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_wrap.checkpoint.files.block_memory import BlockMemory
-from megatron_wrap.checkpoint.files.hashes import BLOCK_BYTES, block_damage, read_block
+from megatron_wrap.checkpoint.files.hashed_files import BLOCK_BYTES, block_damage, read_block
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.platform.megatron_core.checkpoint_reader import FilePart, ReadPart
-from megatron_wrap.platform.megatron_core.stored_tensor import BytesInMemory
+from megatron_wrap.platform.megatron_core.torch_save_format import BytesInMemory
 from megatron_wrap.utils.pools.threads import map_ahead, threads_of_rank
 
 Block = tuple[str, int]
 """Name of the file and index of the block in it."""
+
 HASHERS = 8
 """Largest number of threads that read and hash blocks (docs/reliability.md)."""
+
 HASHERS_OF_PROCESSOR = 2
 """Largest number of these threads for each processor of the rank: one hashes while another waits for the disk."""
+
 HASH_BYTES = 2 * 2**20
 """Bytes that each thread reads at once. They fit into the processor's cache, and the system reads ahead more than this,
 so that the disk is busy during the hashing."""
+
 HELD_BESIDE = 2
 """Number of blocks in memory besides one per thread, from which tensors are read. More blocks save no time, since new
 memory pages cost as much."""
+
 READERS = 4
 """Largest number of threads that read tensors from this memory or, without hashes, from files. The copy takes most of
 the time."""
+
 AHEAD_BYTES = 512 * 2**20
 """Largest total size in bytes of tensors that are read ahead into host memory; a single tensor may be larger."""
-
-
-@dataclass(frozen=True)
-class _HeldBlock:
-    """A block in memory."""
-
-    memory: memoryview
-    value: str
-    """SHA-256 of the block, hexadecimal."""
-    num_bytes: int
 
 
 class BlockVerification:
@@ -214,3 +210,66 @@ class BlockVerification:
             return []
         last = min((offset + length - 1) // BLOCK_BYTES, len(self._hashes[name]["blocks"]) - 1)
         return [(name, index) for index in range(offset // BLOCK_BYTES, last + 1)]
+
+
+@dataclass(frozen=True)
+class _HeldBlock:
+    """A block in memory."""
+
+    memory: memoryview
+    value: str
+    """SHA-256 of the block, hexadecimal."""
+    num_bytes: int
+
+
+class BlockMemory:
+    """Buffers of the same size, for use from any thread.
+
+    New memory pages cost as much time as the reading, so memory is reused, and has large pages where the system permits
+    them.
+
+    Args:
+        num_bytes: the size of a buffer.
+        device: if it is a GPU, the memory is page-locked, so that the device copies from it without the processor.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._num_bytes, self._device = num_bytes, device
+        self._free: list[memoryview] = []
+        self._locked: list[int] = []
+        """Addresses of page-locked memory."""
+
+    def take(self) -> memoryview:
+        """A buffer that is not in use, with arbitrary content."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._allocate()
+
+    def give_back(self, memory: memoryview) -> None:
+        """Return memory that is no longer used."""
+        self._free.append(memory)
+
+    def close(self) -> None:
+        """Release all memory, none of which may be in use."""
+        for address in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._locked.clear()
+        self._free.clear()
+
+    def _allocate(self) -> memoryview:
+        pages = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):  # a system without large pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        if self._device.type == "cuda":
+            self._lock(torch.frombuffer(pages, dtype=torch.uint8).data_ptr())
+        return memoryview(pages)
+
+    def _lock(self, address: int) -> None:
+        """Page-lock memory. If that fails, copies are slower, but correct."""
+        with torch.cuda.device(self._device):  # the one of this thread is GPU 0
+            if int(torch.cuda.cudart().cudaHostRegister(address, self._num_bytes, 0)) == 0:
+                self._locked.append(address)
+                return
+            with contextlib.suppress(RuntimeError):  # CUDA keeps the error until it is asked for
+                torch.zeros(1, device=self._device)

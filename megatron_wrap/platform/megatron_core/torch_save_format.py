@@ -35,7 +35,7 @@ _DTYPES = {
 
 
 class BytesInMemory(io.RawIOBase):
-    """A stream of bytes that are stored in several arrays, in their order.
+    """A stream of bytes in several arrays, in their order.
 
     Args:
         pieces: one-dimensional, uint8.
@@ -145,7 +145,7 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _TensorInPickle:
     """A tensor in a pickle whose elements are contiguous in row-major order in a storage, from element `first` on."""
 
     storage: _Storage
@@ -161,7 +161,7 @@ def _begin_of(saved: IO[bytes] | BytesInMemory, target: torch.Tensor) -> int | N
         if archive.has_record("byteorder") and archive.get_record("byteorder").decode() != sys.byteorder:
             return None
         content = restricted_pickle.load(io.BytesIO(archive.get_record("data.pkl")), _names, _storage)
-        if not isinstance(content, _Stored) or content.size != tuple(target.size()):
+        if not isinstance(content, _TensorInPickle) or content.size != tuple(target.size()):
             return None
         if content.storage.dtype != target.dtype or content.first + target.numel() > content.storage.num_elements:
             return None
@@ -189,7 +189,7 @@ def _storage(saved: Any) -> _Storage:
 
 def _tensor(
     storage: Any, first: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, bits: Any = None
-) -> _Stored:
+) -> _TensorInPickle:
     """Replaces torch's function of this name in the pickle, which creates the tensor.
 
     Args:
@@ -198,7 +198,7 @@ def _tensor(
     """
     if type(storage) is not _Storage or type(first) is not int or first < 0 or not _is_row_major(size, stride) or bits:
         raise pickle.UnpicklingError("its elements are not in row-major order")
-    return _Stored(storage, first, tuple(size))
+    return _TensorInPickle(storage, first, tuple(size))
 
 
 def _is_row_major(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

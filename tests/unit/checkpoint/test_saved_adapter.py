@@ -11,6 +11,10 @@ from megatron_wrap.bridge.adapters.run_adapter import run_adapter
 from megatron_wrap.checkpoint.adapter import base_facts, check_adapter
 from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
 from megatron_wrap.checkpoint.precheck import check_checkpoints
+from megatron_wrap.bridge.export.adapted import layers_with_adapters
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
+from megatron_wrap.checkpoint.saved_adapter import base_record, check_adapter
+from megatron_wrap.checkpoint.saved_run import check_checkpoints
 from megatron_wrap.config import load_run_config, write_resolved
 from megatron_wrap.errors import CheckpointError, ConfigError
 
@@ -102,11 +106,11 @@ def test_changed_weights_of_the_base_are_found_on_request(tmp_path: Path) -> Non
     contents = load_run_config(CONFIG, (LORA, f"{ADAPTER}.base_digest=weights"))
     contents = replace(contents, model_provider=replace(contents.model_provider, hf_path=str(folder)))
     without = replace(contents, adapter=replace(contents.adapter, base_digest="headers"))
-    base = base_facts(contents)
-    assert "hashes" not in base_facts(without)
+    base = base_record(contents)
+    assert "hashes" not in base_record(without)
     check_adapter(tmp_path, True, base, contents, True)
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     check_adapter(tmp_path, True, base, without, True)
-    check_adapter(tmp_path, True, base_facts(without), contents, True)
+    check_adapter(tmp_path, True, base_record(without), contents, True)
     with pytest.raises(CheckpointError, match=r"in .*base model.safetensors differs from its SHA-256"):
         check_adapter(tmp_path, True, base, contents, True)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.checkpoint.files import hashes
-from megatron_wrap.checkpoint.files.complete_checkpoints import MANIFEST, TRACKER, missing_part, read_facts
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
+from megatron_wrap.checkpoint.files import hashed_files
+from megatron_wrap.checkpoint.files.run_folder import MANIFEST, TRACKER, CheckpointStore, missing_part, read_manifest
 
 
 def fill(folder: Path, text: str = "tensors") -> Path:
@@ -42,7 +41,7 @@ def test_nothing_is_visible_before_commit_and_then_under_megatron_lm_s_name(stor
     assert store.latest() == 10
     assert partial.parent == store.folder
     assert partial.name.startswith(".iter_12345678.partial")
-    facts = read_facts(store.commit(partial, 12345678, {"layout": {"tp": 1}}))
+    facts = read_manifest(store.commit(partial, 12345678, {"layout": {"tp": 1}}))
     assert (facts["iteration"], facts["layout"]) == (12345678, {"tp": 1})
     assert facts["files"]["__0_0.distcp"] == len("tensors")
     assert (store.folder / "latest_checkpointed_iteration.txt").read_text() == "12345678"
@@ -176,7 +175,7 @@ def test_a_megatron_lm_folder_without_manifest_is_complete(store: CheckpointStor
     final = save(store, 4)
     (final / MANIFEST).unlink()
     assert missing_part(final) is None
-    assert read_facts(final) == {}
+    assert read_manifest(final) == {}
     (final / ".metadata").unlink()
     assert missing_part(final) == ".metadata is missing"
 
@@ -207,10 +206,10 @@ def test_a_flipped_bit_in_a_small_file_makes_the_one_before_it_the_latest(store:
 def test_a_manifest_names_files_of_its_folder_alone(store: CheckpointStore, name: str) -> None:
     checkpoint = save(store, 1)
     os.mkfifo(checkpoint / "pipe.distcp")
-    facts = {key: value for key, value in read_facts(checkpoint).items() if key != "digest"}
+    facts = {key: value for key, value in read_manifest(checkpoint).items() if key != "digest"}
     for changed in ({"files": {name: 0}, "hashes": {}}, {"hashes": {name: facts["hashes"]["__0_0.distcp"]}}):
         manifest = {**facts, **changed}
-        (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "digest": hashes.digest(manifest)}))
+        (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "digest": hashed_files.digest(manifest)}))
         assert Path(name).name in str(missing_part(checkpoint))
 
 
@@ -236,27 +235,27 @@ def test_the_only_checkpoint_is_never_set_aside(store: CheckpointStore) -> None:
 
 
 def test_the_hashes_are_those_of_the_blocks(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashes, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(hashed_files, "BLOCK_BYTES", 4)
     checkpoint = save(store, 1, "eightbit+")
     blocks = [hashlib.sha256(block).hexdigest() for block in (b"eigh", b"tbit", b"+")]
-    recorded = read_facts(checkpoint)["hashes"]
+    recorded = read_manifest(checkpoint)["hashes"]
     whole = hashlib.sha256("".join(blocks).encode()).hexdigest()
     assert recorded["__0_0.distcp"] == {"blocks": blocks, "list": whole}
-    assert hashes.find_damage(checkpoint, recorded) is None
+    assert hashed_files.find_damage(checkpoint, recorded) is None
     flip_a_bit(checkpoint / "__0_0.distcp")
-    assert "__0_0.distcp differs" in str(hashes.find_damage(checkpoint, recorded))
-    assert [hashes.find_damage(checkpoint, recorded, part, 5) is None for part in range(5)].count(False) == 1
+    assert "__0_0.distcp differs" in str(hashed_files.find_damage(checkpoint, recorded))
+    assert [hashed_files.find_damage(checkpoint, recorded, part, 5) is None for part in range(5)].count(False) == 1
 
 
 def test_files_are_hashed_while_the_program_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python starts no further threads then."""
-    monkeypatch.setattr(hashes, "_FEW_BYTES", 0)
+    monkeypatch.setattr(hashed_files, "_FEW_BYTES", 0)
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
-    expected = hashes.hash_files(tmp_path, ["a", "b"])
+    expected = hashed_files.hash_files(tmp_path, ["a", "b"])
 
     def submit(*arguments: object) -> None:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
-    monkeypatch.setattr(hashes.ThreadPoolExecutor, "submit", submit)
-    assert hashes.hash_files(tmp_path, ["a", "b"]) == expected
+    monkeypatch.setattr(hashed_files.ThreadPoolExecutor, "submit", submit)
+    assert hashed_files.hash_files(tmp_path, ["a", "b"]) == expected

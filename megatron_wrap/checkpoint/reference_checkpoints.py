@@ -10,18 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_wrap.checkpoint import content
-from megatron_wrap.checkpoint.files.complete_checkpoints import REFERENCE, content_damage
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.save_load import (
-    DamagedCheckpoint,
-    SavedContent,
-    check_tensors,
-    examine,
-    publish,
-    read_verified,
-)
-from megatron_wrap.checkpoint.strategy import FAILURES
+from megatron_wrap.checkpoint import saved_tensors
+from megatron_wrap.checkpoint.files.run_folder import REFERENCE, CheckpointStore, content_damage
+from megatron_wrap.checkpoint.load import DamagedCheckpoint, SavedContent, check_tensors, examine, read_verified
+from megatron_wrap.checkpoint.save import FAILURES, RunRecord, publish
 from megatron_wrap.engine.reference.reference_model import ReferenceModel
 from megatron_wrap.engine.state.state import BestEvaluation, Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
@@ -38,8 +30,11 @@ def saved_iteration(reference: ReferenceModel, progress: Progress) -> int:
     return 0 if reference.settings.update_interval is None else progress.iteration
 
 
-def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None:
+def save_reference(state: TrainingState, folder: str | os.PathLike[str], record: RunRecord) -> None:
     """Save the reference model in the checkpoint folder `folder`.
+
+    Args:
+        record: of the run.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write.
@@ -51,9 +46,10 @@ def save_reference(state: TrainingState, folder: str | os.PathLike[str]) -> None
             CheckpointStore(Path(folder) / REFERENCE),
             iteration=saved_iteration(reference, state.progress),
             sharded_state=lambda: {
-                **content.common_entries(Progress(), BestEvaluation()),
-                **content.model_entries(reference.chunks, state.parallel),
+                **saved_tensors.common_entries(Progress(), BestEvaluation()),
+                **saved_tensors.model_entries(reference.chunks, state.parallel),
             },
+            record=record,
         )
 
 
@@ -82,8 +78,8 @@ def load_reference(state: TrainingState, folder: str | os.PathLike[str]) -> bool
     stores = [CheckpointStore(Path(folder) / REFERENCE), CheckpointStore(Path(folder).parent / REFERENCE)]
 
     def find() -> str | None:
-        stored = (store for store in stores if iteration in store.present())
-        return next((str(store.find(iteration) or store.folder_of(iteration)) for store in stored), None)
+        candidates = (store for store in stores if iteration in store.present())
+        return next((str(store.find(iteration) or store.folder_of(iteration)) for store in candidates), None)
 
     checkpoint = on_rank_0(find)
     if checkpoint is None:
@@ -104,11 +100,11 @@ def load_weights(state: TrainingState, folder: str | os.PathLike[str]) -> None:
     reference = _of(state)
     saved: SavedContent = on_rank_0(lambda: examine(folder, reference.config, reference.vocab_size), failures=FAILURES)
     with reference.as_saved(loading=True):
-        request: dict[str, Any] = saved.readable(content.model_entries(reference.chunks, state.parallel))
+        request: dict[str, Any] = saved.readable(saved_tensors.model_entries(reference.chunks, state.parallel))
         check_tensors(saved, request)
         loaded = read_verified(request, saved.path, state.parallel.dp_cp.group, state.platform.device, whole=True)
         with torch.no_grad(), agreed(f"reference model {saved.path} cannot be loaded: {{}}", FAILURES):
-            content.load_model(reference.chunks, loaded)
+            saved_tensors.load_model(reference.chunks, loaded)
 
 
 def load_first_weights(state: TrainingState, folder: str | os.PathLike[str]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.precheck import compare_models, find_checkpoint
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
+from megatron_wrap.checkpoint.saved_run import SavedRun, compare_models, find_checkpoint
 from megatron_wrap.config import RunConfig, load_resolved, load_run_config, write_resolved
 from megatron_wrap.errors import CheckpointError
 
@@ -65,7 +65,7 @@ def config() -> RunConfig:
 
 def test_the_same_model_is_accepted(tmp_path: Path, config: RunConfig) -> None:
     write_resolved(config, tmp_path / "resolved.yaml")
-    compare_models(load_resolved(tmp_path / "resolved.yaml"), config)
+    compare_models(SavedRun(load_resolved(tmp_path / "resolved.yaml"), {}), config)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_another_model_is_refused_with_key_values_and_parameter(
     saved = getattr(config.arch, key)
     other = replace(config, arch=replace(config.arch, **{key: value}))
     with pytest.raises(CheckpointError) as refused:
-        compare_models(config.resolved, other)
+        compare_models(SavedRun(config.resolved, {}), other)
     for part in (f"megatron_lm.model.arch.{key}", f"was {saved}", f"is {value}", parameter, "resolved.yaml"):
         assert part in str(refused.value)
 
@@ -96,4 +96,4 @@ def test_another_model_is_refused_with_key_values_and_parameter(
     ("key", "value"), [("rotary_base", 5e5), ("max_position_embeddings", 8192), ("ffn_hidden_size", None)]
 )
 def test_keys_that_affect_no_parameter_may_differ(config: RunConfig, key: str, value: Any) -> None:
-    compare_models(config.resolved, replace(config, arch=replace(config.arch, **{key: value})))
+    compare_models(SavedRun(config.resolved, {}), replace(config, arch=replace(config.arch, **{key: value})))

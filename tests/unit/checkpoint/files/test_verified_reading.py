@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_wrap.checkpoint.files import hashes, verification
-from megatron_wrap.checkpoint.files.block_memory import BlockMemory
-from megatron_wrap.checkpoint.files.verification import BlockVerification
+from megatron_wrap.checkpoint.files import hashed_files, verified_reading
+from megatron_wrap.checkpoint.files.verified_reading import BlockMemory, BlockVerification
 from megatron_wrap.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -22,11 +21,11 @@ PARTS = [(name, offset, 50) for name in (*FILES, UNKNOWN) for offset in range(0,
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A folder with files of many blocks, and their hashes."""
-    for module in (hashes, verification):
+    for module in (hashed_files, verified_reading):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     for seed, name in enumerate((*FILES, UNKNOWN), 1):
         (tmp_path / name).write_bytes(bytes(seed * number % 251 for number in range(SIZE)))
-    return tmp_path, hashes.hash_files(tmp_path, FILES)
+    return tmp_path, hashed_files.hash_files(tmp_path, FILES)
 
 
 @pytest.fixture
@@ -36,9 +35,9 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     def read_block(path: Path, index: int, *further):
         read.append((path.name, index))
-        return hashes.read_block(path, index, *further)
+        return hashed_files.read_block(path, index, *further)
 
-    monkeypatch.setattr(verification, "read_block", read_block)
+    monkeypatch.setattr(verified_reading, "read_block", read_block)
     return read
 
 
@@ -123,7 +122,7 @@ def test_a_file_is_read_once_and_memory_is_used_again(length, saved, blocks, mon
     assert compared.damage is None
     assert len(blocks) == len(set(blocks)) == 2 * -(-SIZE // BLOCK)
     in_part = -(-length // BLOCK) + 1
-    assert len(allocated) <= max(2 + verification.HELD_BESIDE, 2 * in_part)
+    assert len(allocated) <= max(2 + verified_reading.HELD_BESIDE, 2 * in_part)
     assert set(allocated) == {BLOCK}
 
 
@@ -155,11 +154,11 @@ def test_blocks_that_were_begun_early_stay_for_a_later_reading(saved, blocks, mo
 
 
 def test_bytes_after_the_last_block_are_not_read(tmp_path, monkeypatch):
-    for module in (hashes, verification):
+    for module in (hashed_files, verified_reading):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     file = tmp_path / FILES[0]
     file.write_bytes(bytes(2 * BLOCK))
-    expected = hashes.hash_files(tmp_path, [FILES[0]])
+    expected = hashed_files.hash_files(tmp_path, [FILES[0]])
     file.write_bytes(bytes(2 * BLOCK) + b"appended")
     with BlockVerification(tmp_path, expected, CPU) as compared:
         [(_, content)] = compared.ahead([(FILES[0], 2 * BLOCK - 4, 12)], lambda _, memory: memory.read())

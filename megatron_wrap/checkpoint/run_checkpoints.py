@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from megatron_wrap.checkpoint.background import BackgroundSaves
-from megatron_wrap.checkpoint.files.complete_checkpoints import BEST, TRACKER, missing_part
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.precheck import refuse_resume, starting_checkpoint
-from megatron_wrap.checkpoint.reference import (
+from megatron_wrap.checkpoint.asynchronous_saves import AsynchronousSaves
+from megatron_wrap.checkpoint.files.downloads import fetch_newest
+from megatron_wrap.checkpoint.files.run_folder import BEST, TRACKER, CheckpointStore, cannot_write, missing_part
+from megatron_wrap.checkpoint.files.uploads import Uploads
+from megatron_wrap.checkpoint.load import DamagedCheckpoint, load_checkpoint
+from megatron_wrap.checkpoint.reference_checkpoints import (
     is_saved,
     load_first_weights,
     load_reference,
@@ -21,9 +22,9 @@ from megatron_wrap.checkpoint.reference import (
     save_reference,
     saved_iteration,
 )
-from megatron_wrap.checkpoint.remote.downloads import fetch_newest
-from megatron_wrap.checkpoint.remote.uploads import Uploads
-from megatron_wrap.checkpoint.save_load import DamagedCheckpoint, load_checkpoint, save_checkpoint
+from megatron_wrap.checkpoint.save import FAILURES, RunRecord, run_record, save_checkpoint
+from megatron_wrap.checkpoint.saved_run import refuse_resume, starting_checkpoint
+from megatron_wrap.checkpoint.saved_tensors import layout_record
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
@@ -38,7 +39,8 @@ _MAX_FAILED_SAVES = 3
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. All methods but `ended` and `close` are collective over all ranks.
+    """The checkpoints of one run. All methods but `ended` and `close` are collective over all ranks, the
+    constructor as well.
 
     Args:
         state: of the run, with its model built.
@@ -54,10 +56,16 @@ class RunCheckpoints:
         """Whether the last load loaded all parts that it requested."""
         self._reference_saved: tuple[str, int] | None = None
         """Checkpoint folder that contains this reference model, and its iteration there."""
-        self._background: BackgroundSaves | None = None
-        """Saves in the background; None without `async_save`, and before the first save."""
+        self._asynchronous: AsynchronousSaves | None = None
+        """Saves by other processes; None without `async_save`, and before the first save."""
         self._failed_saves = 0
         """Number of saves in a row that have failed."""
+        self._record: RunRecord | None = None
+        """What each checkpoint records about the run; None without `save`."""
+        if state.config.train.save is not None:
+            layout, vocab_size = layout_record(state.parallel, state.platform.name), state.shape.vocab_size
+            message = cannot_write(Path(state.config.train.save), "{}")
+            self._record = on_rank_0(lambda: run_record(state.config, layout, vocab_size), message, FAILURES)
         self._uploads: Uploads | None = None
         """Uploads of checkpoints, on global rank 0 of a run with a remote `save`; None before the restore or the first
         save, and on other ranks."""
@@ -227,7 +235,8 @@ class RunCheckpoints:
             CheckpointError: on every rank, if any rank could not write; earlier checkpoints are unchanged.
         """
         state, iteration, keep = self._state, self._state.progress.iteration, self._state.config.checkpoint.keep
-        folder = self._folder()
+        folder, record = self._folder(), self._record
+        assert record is not None
         checkpoint = self.saved()
         if checkpoint is None:
             self.tolerate(self.wait)
@@ -235,21 +244,21 @@ class RunCheckpoints:
             self._start_uploads()
             self._make_room()
             self._save_reference(folder)
-            if self._background is None and state.config.checkpoint.async_save:
-                self._background = BackgroundSaves(state.platform.device, self._save_succeeded)
-            background, uploads = self._background, self._uploads
+            if self._asynchronous is None and state.config.checkpoint.async_save:
+                self._asynchronous = AsynchronousSaves(state.platform.device, self._save_succeeded)
+            asynchronous, uploads = self._asynchronous, self._uploads
             if state.config.remote_save is None:
                 follow_up = self._prune_references(folder, keep)
             else:  # what is uploaded is removed after its upload
                 keep, follow_up = None, uploads.check if uploads is not None else None
-            checkpoint = save_checkpoint(state, folder, keep, background, follow_up)
+            checkpoint = save_checkpoint(state, folder, record, keep, asynchronous, follow_up)
             self._saved = (checkpoint, iteration)
-            if background is None:
+            if asynchronous is None:
                 self._save_succeeded()
                 logger.info_rank_0(f"checkpoint of iteration {iteration}: {checkpoint}")
         else:
             self._save_reference(folder)
-        if iteration >= derived.train_iters(state.config):
+        if self._asynchronous is not None and iteration >= derived.train_iters(state.config):
             self.wait()
         return checkpoint
 
@@ -333,9 +342,9 @@ class RunCheckpoints:
         Raises:
             CheckpointError: on every rank, after the same step.
         """
-        background, iteration = self._background, self._state.progress.iteration
-        if background is not None:
-            self.tolerate(lambda: background.poll(iteration))
+        asynchronous, iteration = self._asynchronous, self._state.progress.iteration
+        if asynchronous is not None:
+            self.tolerate(lambda: asynchronous.poll(iteration))
 
     def wait(self) -> None:
         """Wait until an asynchronous save is complete.
@@ -343,50 +352,50 @@ class RunCheckpoints:
         Raises:
             CheckpointError: on every rank, if it failed.
         """
-        if self._background is not None:
+        if self._asynchronous is not None:
             with doing(SAVE):
-                self._background.wait()
+                self._asynchronous.wait()
 
     def close(self) -> None:
         """End an asynchronous save, without communication, and its writer process, and wait for uploads."""
-        if self._background is not None:
-            self._background.close()
-            self._background = None
+        if self._asynchronous is not None:
+            self._asynchronous.close()
+            self._asynchronous = None
         self.finish_uploads()
 
     def _save_reference(self, folder: str) -> None:
         """Save the reference model, unless no checkpoint includes it or it was saved before. This precedes the save of
         the run, so that a visible checkpoint has its reference."""
         reference = self._state.reference
-        if reference is None or not is_saved(reference):
+        if reference is None or self._record is None or not is_saved(reference):
             return
         target = folder, saved_iteration(reference, self._state.progress)
         if self._reference_saved != target:
-            save_reference(self._state, folder)
+            save_reference(self._state, folder, self._record)
             self._reference_saved = target
 
     def saved(self) -> Path | None:
         """The checkpoint that contains the current state, which may still be written; None if there is none."""
         iteration = self._state.progress.iteration
         checkpoint = CheckpointStore(self._folder()).folder_of(iteration)
-        background = self._background
+        asynchronous = self._asynchronous
         is_saved_here = self._saved == (checkpoint, iteration)
 
         def is_there() -> bool:
-            is_written_now = background is not None and background.is_writing(checkpoint)
+            is_written_now = asynchronous is not None and asynchronous.is_writing(checkpoint)
             return is_written_now or missing_part(checkpoint) is None
 
         return checkpoint if is_saved_here and on_rank_0(is_there) else None
 
     def ended(self, how: str) -> str:
         """A sentence for a run that ended before its last step: its iteration, its newest checkpoint, and how to
-        continue. A save in the background ends first. No communication.
+        continue. An asynchronous save ends first. No communication.
 
         Args:
             how: first words of the sentence, such as "interrupted".
         """
-        if self._background is not None:
-            self._background.finish_alone()
+        if self._asynchronous is not None:
+            self._asynchronous.finish_alone()
         config, iteration = self._state.config, self._state.progress.iteration
         ended = f"{how} after iteration {iteration} of {derived.train_iters(config)}"
         if config.train.save is None:
@@ -408,12 +417,12 @@ class RunCheckpoints:
             CheckpointError: on every rank, if the file cannot be written.
         """
         store, iteration = CheckpointStore(self._folder()), self._state.progress.iteration
-        background = self._background
+        asynchronous = self._asynchronous
 
         record = partial(store.record_best, iteration)
 
         def record_when_published() -> None:
-            if background is None or not background.after_publication(store.folder_of(iteration), record):
+            if asynchronous is None or not asynchronous.after_publication(store.folder_of(iteration), record):
                 record()
 
         on_rank_0(record_when_published, f"{store.folder / BEST} cannot be written: {{}}")

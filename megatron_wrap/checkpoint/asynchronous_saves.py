@@ -1,4 +1,4 @@
-"""Saves that other processes write while the run continues to train, one at a time.
+"""Asynchronous saves: other processes write them while the run continues to train, one at a time.
 
 A save of `wrap.save` copies the state of each rank to host memory and returns. Then, without communication between the
 ranks: the writer process of each rank writes, flushes and hashes its files, and at last a record of them in the hidden
@@ -16,19 +16,18 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_wrap.checkpoint.files.host_copy import HostCopy
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.files.write_tensor_files import FileToWrite
-from megatron_wrap.checkpoint.files.writer_process import WriteJob, Writer
-from megatron_wrap.checkpoint.strategy import FAILURES, cannot_write, read_record
+from megatron_wrap.checkpoint.files.hashed_files import FileToWrite
+from megatron_wrap.checkpoint.files.run_folder import CheckpointStore, cannot_write
+from megatron_wrap.checkpoint.files.writer_process import HostCopy, WriteJob, Writer
 from megatron_wrap.errors import CheckpointError
-from megatron_wrap.parallel.agreement import describe
+from megatron_wrap.parallel.agreement import FILE_FAILURES, describe
 from megatron_wrap.parallel.collectives import broadcast_object, gather_objects
 from megatron_wrap.utils.dist_logger import logger
 
@@ -37,10 +36,11 @@ _LOST_SECONDS = 10.0
 """Seconds after which an ending rank no longer waits for other ranks whose files do not change, because those were
 killed."""
 _KEY = "megatron_wrap/save"
+_FAILURES = (*FILE_FAILURES, CheckpointError)
 
 
-class BackgroundSaves:
-    """The saves of a run in the background; the methods are called on every rank.
+class AsynchronousSaves:
+    """The asynchronous saves of a run; the methods are called on every rank.
 
     Args:
         device: of the state.
@@ -203,25 +203,27 @@ class BackgroundSaves:
             )
 
 
+@dataclass
 class _Save:
     """A save under way, on one rank."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        iteration: int,
-        partial: Path,
-        publication: _Publication | None,
-        failure: str | None,
-    ) -> None:
-        self.store, self.iteration, self.partial, self.publication = store, iteration, partial, publication
-        self.checkpoint = store.folder_of(iteration)
-        self.failure = failure
-        """Failure of this rank's writer; empty once it has finished; None while it writes."""
-        self.reported = False
-        """Whether the failure is in the store."""
-        self.result: str | None = None
-        """Failure of the save, or an empty text, on global rank 0; None until the save has ended."""
+    store: CheckpointStore
+    iteration: int
+    partial: Path
+    """The hidden folder."""
+    publication: _Publication | None
+    """Publication of the checkpoint, on global rank 0; None on other ranks."""
+    failure: str | None
+    """Failure of this rank's writer; empty once it has finished; None while it writes."""
+    reported: bool = False
+    """Whether the failure is in the store."""
+    result: str | None = None
+    """Failure of the save, or an empty text, on global rank 0; None until the save has ended."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder of the checkpoint once it is published."""
+        return self.store.folder_of(self.iteration)
 
     @property
     def has_ended(self) -> bool:
@@ -258,11 +260,11 @@ class _Publication(threading.Thread):
             if self._aborted.wait(_POLL_SECONDS):
                 return
         try:
-            records = [read_record(record) for record in self._records]
+            records = [json.loads(record.read_text(encoding="utf-8")) for record in self._records]
             for record in self._records:
                 record.unlink()
             self._finish(records)
-        except (*FAILURES, CheckpointError) as failure:
+        except _FAILURES as failure:
             self._fail(describe(failure))
         except BaseException as bug:
             self._fail(repr(bug))

@@ -6,6 +6,7 @@ shard is described by its position in the unsharded tensor, so a checkpoint can 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -92,21 +93,28 @@ def is_of_adapter(name: str) -> bool:
 
 
 def optimizer_entry(
-    optimizer: Any, models: dict[str, dict[str, Any]], parallel: ParallelState, is_loading: bool, distributed: bool
+    optimizer: Any,
+    chunks: Sequence[Any],
+    models: dict[str, dict[str, Any]],
+    parallel: ParallelState,
+    config: RunConfig,
+    *,
+    is_loading: bool,
 ) -> Any:
     """Sharded state of the optimizer. Collective.
 
     Args:
-        models: from `model_entries`, for the same save or load; with frozen parameters those with a tensor for each
-            layer, because a tensor of all layers must be complete.
-        distributed: the distributed optimizer is used.
+        models: from `model_entries` of the chunks, for the same save or load.
     """
+    if config.train.freeze:  # a tensor of all layers must be complete
+        models = model_entries(chunks, parallel, tensor_per_layer=True)
     for part in optimizer_parts(optimizer):
         _allocate_state(part)
     _align_steps(optimizer)
     # the state is allocated above; without the distributed optimizer is_loading would allocate it again, and fail for
     # SGD
-    return optimizer.sharded_state_dict(models, is_loading=is_loading and distributed, metadata=_metadata(parallel))
+    is_loading = is_loading and bool(config.optimizer.use_distributed_optimizer)
+    return optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_metadata(parallel))
 
 
 def vocabulary_weights(loaded: Mapping[str, Any], config: RunConfig) -> list[torch.Tensor]:
@@ -183,7 +191,7 @@ def saved_progress(common: dict[str, Any]) -> Progress:
     return Progress(iteration=int(common.get("iteration", 0)), consumed_samples=int(samples))
 
 
-def layout_facts(parallel: ParallelState, platform_name: str) -> dict[str, Any]:
+def layout_record(parallel: ParallelState, platform_name: str) -> dict[str, Any]:
     """The layout as recorded in the manifest; random generator states are restored only on the same layout."""
     sizes = {name: getattr(parallel, name).size for name in ("tp", "pp", "cp", "dp", "ep")}
     return {**sizes, "virtual": parallel.virtual_size, "platform": platform_name}
@@ -236,8 +244,10 @@ def load_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
         CheckpointError: a parameter is missing or unexpected, or an extra state is not that of an FP8 recipe.
     """
     for name, chunk in zip([name for name in loaded if name.startswith("model")], chunks, strict=True):
-        extra_states = [(key, entry) for key, entry in loaded[name].items() if key.endswith("_extra_state")]
-        with readable_scales(extra_states):
+        extra_states = [  # None: of Megatron-Core's own layers
+            (key, entry) for key, entry in loaded[name].items() if key.endswith("_extra_state") and entry is not None
+        ]
+        with readable_scales(extra_states) if extra_states else contextlib.nullcontext():
             tensors = {key: value for key, value in loaded[name].items() if not key.startswith(_ORIGINAL)}
             missing, unexpected = bare_model(chunk).load_state_dict(tensors, strict=False)
         copies = trained_copies(bare_model(chunk))

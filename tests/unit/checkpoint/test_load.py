@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # noqa: E402
 
-from megatron_wrap.checkpoint.factories import merged_in_place  # noqa: E402
+from megatron_wrap.checkpoint.load import merged_in_place  # noqa: E402
 
 
 def loaded(state: dict[str, Any], values: list[torch.Tensor], in_place: bool) -> torch.Tensor:

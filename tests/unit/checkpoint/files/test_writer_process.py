@@ -14,11 +14,9 @@ import pytest
 import torch
 from _interpreters import forked_interpreters
 
-from megatron_wrap.checkpoint.files import hashes, host_copy, write_tensor_files
-from megatron_wrap.checkpoint.files.hashes import hash_files
-from megatron_wrap.checkpoint.files.host_copy import HostCopy
-from megatron_wrap.checkpoint.files.write_tensor_files import FileToWrite, write_files
-from megatron_wrap.checkpoint.files.writer_process import WriteJob, Writer
+from megatron_wrap.checkpoint.files import hashed_files, writer_process
+from megatron_wrap.checkpoint.files.hashed_files import FileToWrite, hash_files, write_files
+from megatron_wrap.checkpoint.files.writer_process import HostCopy, WriteJob, Writer
 from megatron_wrap.errors import CheckpointError
 
 TENSORS = (
@@ -109,7 +107,7 @@ def test_the_process_ends_with_its_rank(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, torch
 from pathlib import Path
-from megatron_wrap.checkpoint.files.host_copy import HostCopy
+from megatron_wrap.checkpoint.files.writer_process import HostCopy
 from megatron_wrap.checkpoint.files.writer_process import WriteJob, Writer
 copy = HostCopy(torch.device("cpu"), 1)
 writer = Writer(copy.descriptor)
@@ -127,7 +125,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_too_little_memory_is_refused_before_it_is_used(copy: HostCopy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "available_memory", lambda: 1000)
+    monkeypatch.setattr(writer_process, "available_memory", lambda: 1000)
     with pytest.raises(CheckpointError, match=r"async_save: false"):
         copy.take([torch.zeros(1000)])
     assert copy.num_bytes == 0
@@ -136,9 +134,8 @@ def test_too_little_memory_is_refused_before_it_is_used(copy: HostCopy, monkeypa
 def test_files_are_hashed_block_by_block_while_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (hashes, write_tensor_files):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
-        monkeypatch.setattr(module, "PIECE_BYTES", 300)
+    monkeypatch.setattr(hashed_files, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(hashed_files, "PIECE_BYTES", 300)
     tensors = [torch.arange(float(size)) for size in (5, 900, 2000)]
     files = [
         FileToWrite(name, tuple((("tensor", None, number), tensor) for number, tensor in enumerate(tensors)))
@@ -156,8 +153,7 @@ def test_files_are_hashed_block_by_block_while_they_are_written(
 def test_a_failed_write_ends_the_threads_that_wait_for_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hashes, "PIECE_BYTES", 300)
-    monkeypatch.setattr(write_tensor_files, "PIECE_BYTES", 300)
+    monkeypatch.setattr(hashed_files, "PIECE_BYTES", 300)
     checksums = torch.serialization.get_crc32_options()
     (tmp_path / "full").symlink_to("/dev/full")
     parts = tuple((("tensor", None, number), torch.arange(1000.0)) for number in range(3))

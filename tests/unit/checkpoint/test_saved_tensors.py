@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_wrap.checkpoint.content import keeps_remainders
+from megatron_wrap.checkpoint.saved_tensors import keeps_remainders
 from megatron_wrap.errors import CheckpointError
 
 
@@ -25,7 +25,7 @@ def test_which_runs_keep_remainders(optimizer: dict[str, Any], dtype: dict[str, 
 
 
 def test_state_is_allocated_as_in_the_first_step() -> None:
-    from megatron_wrap.checkpoint.content import _allocate_state
+    from megatron_wrap.checkpoint.saved_tensors import _allocate_state
 
     half, full = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), torch.nn.Parameter(torch.zeros(2))
     done, calls = torch.nn.Parameter(torch.zeros(2)), []
@@ -42,13 +42,16 @@ def test_state_is_allocated_as_in_the_first_step() -> None:
 
 @pytest.mark.parametrize("saved", [True, None, False])
 def test_remainders_of_weights_are_not_read_as_weights(saved: bool | None) -> None:
-    from megatron_wrap.checkpoint.save_load import _check_remainders
+    from megatron_wrap.checkpoint.load import _check_optimizer
 
-    checkpoint: Any = SimpleNamespace(path="saved/iter_0000002", remainders=saved)
-    sections = {"optimizer": SimpleNamespace(use_precision_aware_optimizer=False), "dtype": SimpleNamespace(bf16=True)}
+    checkpoint: Any = SimpleNamespace(
+        path="saved/iter_0000002", remainders=saved, has_optimizer=True, shapes={}, frozen=None
+    )
+    optimizer = SimpleNamespace(use_precision_aware_optimizer=False, use_distributed_optimizer=True, optimizer="adam")
+    sections = {"optimizer": optimizer, "dtype": SimpleNamespace(bf16=True), "train": SimpleNamespace(freeze=())}
     config: Any = SimpleNamespace(**sections)
     if not saved:
-        _check_remainders(checkpoint, config)
+        _check_optimizer(checkpoint, config)
         return
     with pytest.raises(CheckpointError, match=r"saved/iter_0000002 .*16 bits.*use_precision_aware_optimizer"):
-        _check_remainders(checkpoint, config)
+        _check_optimizer(checkpoint, config)

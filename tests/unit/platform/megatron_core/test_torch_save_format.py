@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_wrap.platform.megatron_core.stored_tensor import _DTYPES, BytesInMemory, elements_of, read_into
+from megatron_wrap.platform.megatron_core.torch_save_format import _DTYPES, BytesInMemory, elements_of, read_into
 
 BEFORE = b"another tensor"
 """Of the same file."""

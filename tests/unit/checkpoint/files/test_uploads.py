@@ -14,11 +14,10 @@ from _object_store import SECRET, Proxy, object_store
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.registry import _registry
 
-from megatron_wrap.checkpoint.files.complete_checkpoints import BEST, FORMAT_FILES, MANIFEST, RESOLVED, TRACKER
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.remote import uploads as uploads_module
-from megatron_wrap.checkpoint.remote.downloads import RemoteStore, fetch_newest, fetch_one
-from megatron_wrap.checkpoint.remote.uploads import Uploads
+from megatron_wrap.checkpoint.files import uploads as uploads_module
+from megatron_wrap.checkpoint.files.downloads import RemoteStore, fetch_newest, fetch_one
+from megatron_wrap.checkpoint.files.run_folder import BEST, FORMAT_FILES, MANIFEST, RESOLVED, TRACKER, CheckpointStore
+from megatron_wrap.checkpoint.files.uploads import Uploads
 from megatron_wrap.cli.main import main
 from megatron_wrap.errors import CheckpointError, ConfigError
 from megatron_wrap.remote.files import RemoteFolder, fetch_file

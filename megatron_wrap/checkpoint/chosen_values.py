@@ -10,6 +10,9 @@ from megatron_wrap.bridge.adapters.trained_parameters import trained_shape
 from megatron_wrap.checkpoint.content import layout_facts
 from megatron_wrap.checkpoint.precheck import starting_checkpoint
 from megatron_wrap.checkpoint.saved_run import read_saved_run
+from megatron_wrap.bridge.export.frozen import trained_shape
+from megatron_wrap.checkpoint.saved_run import read_saved_run, starting_checkpoint
+from megatron_wrap.checkpoint.saved_tensors import layout_record
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import (
     FUSED_CLIPPING,
@@ -40,7 +43,7 @@ def decided(config: RunConfig, platform: Platform, parallel: ParallelState, voca
     Args:
         vocab_size: of the model, without padding.
     """
-    layout = layout_facts(parallel, platform.name)
+    layout = layout_record(parallel, platform.name)
     saved, split, exchange, device = on_rank_0(lambda: (*_saved_choices(config, layout), platform.device_name))
     chosen = choices(config, platform.machine, parallel.dp_cp.size, saved)
     config = with_choices(config, chosen)
@@ -59,7 +62,7 @@ def _saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> tuple[dict[s
     package.
 
     Args:
-        layout: of the run, from `layout_facts`.
+        layout: of the run, from `layout_record`.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
@@ -69,7 +72,7 @@ def _saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> tuple[dict[s
     saved = read_saved_run(start.path) if start is not None and loads_optimizer else None
     if saved is None:
         return {}, None, None
-    has_layout = saved.facts.get("layout") == layout
+    has_layout = saved.manifest.get("layout") == layout
     names = (*OPTIMIZER_KEYS, *((*OVERLAP_KEYS, HIDDEN_COMMUNICATION, FUSED_CLIPPING, LAYERS) if has_layout else ()))
     values = {name: value for name in names if isinstance(value := saved.value(name), bool | str)}
     if not has_layout:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron_wrap.checkpoint.saved_run import section_of
@@ -11,6 +10,7 @@ from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.keys import check_value
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
+from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.errors import CheckpointError
 
 _RATE, _OPTIMIZER, _TRAIN = (SECTION_PATHS[name] for name in ("learning_rate", "optimizer", "train"))
@@ -44,25 +44,6 @@ _OLDER_NAMES = {
 load_state_dict)."""
 
 
-def compare_schedules(saved_resolved: Mapping[str, Any], config: RunConfig) -> None:
-    """Compare the schedule of the run that saved a checkpoint, as its configuration defines it, with this run's; see
-    `load_schedule`. A length in epochs is not known before the data is counted, and is not compared.
-
-    Args:
-        saved_resolved: the content of `resolved.yaml` in the checkpoint (`config.load_resolved`).
-
-    Raises:
-        CheckpointError: the two schedules differ; the message names the YAML keys.
-    """
-    saved = _with_saved(saved_resolved, config)
-    follows = saved.optimizer.use_checkpoint_opt_param_scheduler  # its schedule is that of an earlier checkpoint
-    optimizer = config.optimizer
-    chosen = optimizer.override_opt_param_scheduler or optimizer.use_checkpoint_opt_param_scheduler
-    if not (follows or chosen or saved.train.train_epochs is not None or config.train.train_epochs is not None):
-        before, now = derived.schedule_values(saved), derived.schedule_values(config)
-        _compare(before, now, config.train.global_batch_size)
-
-
 def load_schedule(scheduler: Any, saved: Mapping[str, Any], global_batch_size: int) -> None:
     """Continue this run's schedule where the saved one stopped.
 
@@ -80,10 +61,32 @@ def load_schedule(scheduler: Any, saved: Mapping[str, Any], global_batch_size: i
     saved = {_OLDER_NAMES.get(name, name): value for name, value in saved.items()}
     current = scheduler.state_dict()
     if not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
-        _compare(saved, current, global_batch_size)
+        compare_values(saved, current, global_batch_size)
         saved |= {name: current[name] for name in _KEYS if name in saved}
     # Megatron-Core adds num_steps to the samples that the scheduler has counted so far
     scheduler.load_state_dict({**saved, "num_steps": saved["num_steps"] - scheduler.num_steps})
+
+
+def compare_values(saved: Mapping[str, Any], current: Mapping[str, Any], global_batch_size: int) -> None:
+    """Compare the values of two schedules, named as in Megatron-Core's `OptimizerParamScheduler`.
+
+    Raises:
+        CheckpointError: they have different effects; the message names the YAML keys.
+    """
+    before, now = _effective(saved), _effective(current)
+    differing = [name for name in _KEYS if name in before and name in now and before[name] != now[name]]
+    if not differing:
+        return
+    parts = [
+        f"{_KEYS[name]} was {_shown(name, before[name], global_batch_size)} and is "
+        f"{_shown(name, now[name], global_batch_size)}"
+        for name in differing
+    ]
+    raise CheckpointError(
+        f"the learning-rate or weight-decay schedule differs from that of the checkpoint: {'; '.join(parts)}; set "
+        f"these keys back, or set {_OPTIMIZER}.override_opt_param_scheduler: true to use this run's, or "
+        f"{_OPTIMIZER}.use_checkpoint_opt_param_scheduler: true to use the checkpoint's"
+    )
 
 
 def take_group_values(saved: Any, groups: Sequence[dict[str, Any]], from_checkpoint: bool) -> None:
@@ -106,17 +109,6 @@ def take_group_values(saved: Any, groups: Sequence[dict[str, Any]], from_checkpo
         target.update({name: source[name] for name in _OF_A_GROUP if name in source})
 
 
-def _with_saved(saved_resolved: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    """The run's configuration with the saved values of the sections that determine the schedule."""
-    sections = {}
-    for section in ("train", "learning_rate", "optimizer"):
-        hints = section_hints(section)
-        values = {name: value for name, value in section_of(saved_resolved, section).items() if name in hints}
-        typed = {name: check_value(value, hints[name]) for name, value in values.items()}
-        sections[section] = replace(getattr(config, section), **typed)
-    return replace(config, **sections)
-
-
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(name) for name in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"))
 
@@ -132,23 +124,6 @@ def _groups(state: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(state, list):
         for value in state:
             yield from _groups(value)
-
-
-def _compare(saved: Mapping[str, Any], current: Mapping[str, Any], global_batch_size: int) -> None:
-    before, now = _effective(saved), _effective(current)
-    differing = [name for name in _KEYS if name in before and name in now and before[name] != now[name]]
-    if not differing:
-        return
-    parts = [
-        f"{_KEYS[name]} was {_shown(name, before[name], global_batch_size)} and is "
-        f"{_shown(name, now[name], global_batch_size)}"
-        for name in differing
-    ]
-    raise CheckpointError(
-        f"the learning-rate or weight-decay schedule differs from that of the checkpoint: {'; '.join(parts)}; set "
-        f"these keys back, or set {_OPTIMIZER}.override_opt_param_scheduler: true to use this run's, or "
-        f"{_OPTIMIZER}.use_checkpoint_opt_param_scheduler: true to use the checkpoint's"
-    )
 
 
 def _effective(values: Mapping[str, Any]) -> dict[str, Any]:

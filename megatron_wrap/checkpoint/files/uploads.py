@@ -9,17 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.checkpoint.files.complete_checkpoints import (
+from megatron_wrap.checkpoint.files.downloads import RemoteStore
+from megatron_wrap.checkpoint.files.run_folder import (
     BEST,
     MANIFEST,
     REFERENCE,
     TRACKER,
+    CheckpointStore,
     folder_name,
     missing_part,
-    read_facts,
+    read_manifest,
 )
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.remote.downloads import RemoteStore
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.metrics.number_format import counted, with_prefix
 from megatron_wrap.remote.files import describe
@@ -165,7 +165,7 @@ class Uploads:
         folders = {f"{REFERENCE}/{path.name}": path for path in earlier}
         folders = {name: path for name, path in folders.items() if not self._has(name, path)}
         folders[folder_name(iteration)] = self._store.folder_of(iteration)
-        digests = {name: read_facts(path)["digest"] for name, path in folders.items()}
+        digests = {name: read_manifest(path)["digest"] for name, path in folders.items()}
         best = self._store.best()
         numbers = {TRACKER: iteration, **({BEST: best} if best is not None else {})}
         outdated = remote.outdated(self._keep, iteration, best)
@@ -219,7 +219,7 @@ class Uploads:
         return self._has(folder_name(iteration), self._store.folder_of(iteration))
 
     def _has(self, name: str, path: Path) -> bool:
-        return self._record["complete"].get(name) == read_facts(path).get("digest", "")
+        return self._record["complete"].get(name) == read_manifest(path).get("digest", "")
 
     def _remember(self, **entries: dict[str, str]) -> None:
         with self._lock:
@@ -240,12 +240,12 @@ class _Ended(Exception):
 
 def _files(checkpoint: Path) -> dict[str, tuple[int, str]]:
     """Name of each file but the manifest -> size in bytes, and hash."""
-    facts = read_facts(checkpoint)
-    return {name: (size, facts["hashes"][name]["list"]) for name, size in facts["files"].items()}
+    manifest = read_manifest(checkpoint)
+    return {name: (size, manifest["hashes"][name]["list"]) for name, size in manifest["files"].items()}
 
 
 def _size(checkpoint: Path) -> int:
-    return sum(read_facts(checkpoint).get("files", {}).values())
+    return sum(read_manifest(checkpoint).get("files", {}).values())
 
 
 def _read_record(path: Path, url: str) -> dict[str, Any]:

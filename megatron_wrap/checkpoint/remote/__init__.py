@@ -1,1 +1,0 @@
-"""Checkpoints in object stores and Hugging Face repositories."""
