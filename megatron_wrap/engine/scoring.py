@@ -15,7 +15,7 @@ from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.ops.deferred_logits import whole_logits
 from megatron_wrap.ops.log_probs import token_log_probs
-from megatron_wrap.ops.ranking import top_k
+from megatron_wrap.ops.token_values import top_k
 from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.collectives import gather_objects, gather_tensors
 from megatron_wrap.utils.progress import WorkProgress

@@ -12,7 +12,7 @@ from megatron_wrap.flow.entry import MegatronWrapFlowEntry
 from megatron_wrap.flow.kto import MegatronWrapGPTModelKTOFlow
 from megatron_wrap.flow.mock import MegatronWrapMinimalMockFlow
 from megatron_wrap.flow.sft import MegatronWrapGPTModelSFTFlow
-from megatron_wrap.flow.shared.gpt import MegatronWrapGPTModelFlow
+from megatron_wrap.flow.shared.text import MegatronWrapGPTModelFlow
 from megatron_wrap.metrics.metric import Difference, Maximum, Metric, Minimum, Total
 
 __all__ = [

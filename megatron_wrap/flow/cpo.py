@@ -10,9 +10,14 @@ from torch import Tensor
 
 from megatron_wrap.config.schema.keys import key
 from megatron_wrap.flow.contract.base import LossOutput
-from megatron_wrap.flow.shared.pairs import MegatronWrapGPTModelPairFlow, rewards_and_log_probs
+from megatron_wrap.flow.shared.pairs import (
+    NLL,
+    PREFERENCE,
+    PairFlow,
+    ReferenceFreeFlow,
+    rewards_and_log_probs,
+)
 from megatron_wrap.flow.shared.preference_losses import smoothed
-from megatron_wrap.flow.shared.reference_free import NLL, PREFERENCE, ReferenceFreeFlow
 
 
 class MegatronWrapGPTModelCPOFlow(ReferenceFreeFlow):
@@ -31,7 +36,7 @@ class MegatronWrapGPTModelCPOFlow(ReferenceFreeFlow):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MegatronWrapGPTModelPairFlow.Config):
+    class Config(PairFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
         loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"

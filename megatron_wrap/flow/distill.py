@@ -14,19 +14,18 @@ from megatron_wrap.config.checks.vocabulary import check_token_ids
 from megatron_wrap.config.schema.keys import key
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow.contract.base import LossOutput
-from megatron_wrap.flow.shared.next_token import MegatronWrapGPTModelNextTokenFlow
-from megatron_wrap.flow.shared.text import MegatronWrapGPTModelTextFlow, contain_keys
+from megatron_wrap.flow.shared.text import NextTokenFlow, TextFlow, contain_keys
 from megatron_wrap.metrics.metric import Metric
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.ops.divergence import DivergenceKind, kl_divergence
 from megatron_wrap.ops.log_probs import token_log_probs
-from megatron_wrap.ops.ranking import TopK, top_k
+from megatron_wrap.ops.token_values import TopK, top_k
 
 VALUES, IDS = "top_k_logits", "top_k_ids"
 TEACHER_VALUES, TEACHER_IDS, TEACHER_LOGITS = f"teacher_{VALUES}", f"teacher_{IDS}", "teacher_logits"
 
 
-class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
+class MegatronWrapGPTModelDistillFlow(NextTokenFlow):
     """Mean over the tokens with `loss_mask` of a divergence between the teacher's and the student's distribution of the
     next token: with p the teacher's and q the student's, and b = `beta`, the generalized Jensen-Shannon divergence
     b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q (Agarwal et al. 2023, arXiv:2306.13649, equation 1); beta 0
@@ -37,7 +36,7 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MegatronWrapGPTModelTextFlow.Config):
+    class Config(TextFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
         beta: float = key(0.0, at_least=0, at_most=1)
@@ -51,7 +50,7 @@ class MegatronWrapGPTModelDistillFlow(MegatronWrapGPTModelNextTokenFlow):
         are in memory for a whole step."""
 
     supports_packing = True
-    token_id_fields = (*MegatronWrapGPTModelNextTokenFlow.token_id_fields, TEACHER_IDS)
+    token_id_fields = (*NextTokenFlow.token_id_fields, TEACHER_IDS)
 
     @property
     def _kind(self) -> DivergenceKind:

@@ -13,7 +13,7 @@ from megatron_wrap.config.schema.keys import key
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.contract.base import FlowContext, LossOutput
 from megatron_wrap.flow.shared.pairs import (
-    MegatronWrapGPTModelPairFlow,
+    PairFlow,
     label_log_probs_and_entropy,
     rewards_and_log_probs,
     weighted,
@@ -30,14 +30,14 @@ from megatron_wrap.flow.shared.preference_losses import (
     smoothed,
 )
 from megatron_wrap.flow.shared.text import number_columns
-from megatron_wrap.ops.entropies import collision_entropy
+from megatron_wrap.ops.log_probs import collision_entropy
 
 _PAIRS = "pairs"
 """Term of the losses that are means over pairs, in addition to sft."""
 REFERENCE_FIELDS = ("reference_chosen_log_probs", "reference_rejected_log_probs")
 
 
-class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
+class MegatronWrapGPTModelDPOFlow(PairFlow):
     """Mean over pairs of a loss of the policy's and the reference's log-probabilities of both answers. The default is
     -log sigmoid(beta * (policy's margin - reference's margin)), where a margin is the log-probability of the chosen
     answer minus that of the rejected one (Rafailov et al., 2023, arXiv:2305.18290, equation 7); `loss_type` selects
@@ -50,7 +50,7 @@ class MegatronWrapGPTModelDPOFlow(MegatronWrapGPTModelPairFlow):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MegatronWrapGPTModelPairFlow.Config):
+    class Config(PairFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
         beta: float = key(0.1, above=0)

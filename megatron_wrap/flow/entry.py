@@ -1,8 +1,12 @@
-"""Look-up of flows by `flow_key`."""
+"""Look-up of flows by `flow_key`; and the flow of a run that only uses a trained model: one that exports, generates or
+scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor
 
 from megatron_wrap.errors import FlowError
 from megatron_wrap.flow.contract.base import MegatronWrapTrainingFlowBase
@@ -48,3 +52,22 @@ class MegatronWrapFlowEntry:
             raise FlowError(f"flow {flow_key!r} is {flow_class!r}, not a subclass of MegatronWrapTrainingFlowBase")
         check_flow_class(flow_class)
         return flow_class
+
+
+NO_FLOW = f"{__name__}:NoFlow"
+"""`flow_key` of a run without a flow."""
+
+
+class NoFlow(MegatronWrapTrainingFlowBase):
+    """A flow without samples and without a loss."""
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> NoReturn:
+        """Raise FlowError."""
+        raise FlowError("this run only uses a trained model and has no flow; select one in megatron_wrap.flow")
+
+    def calculate_loss(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> NoReturn:
+        """Raise FlowError."""
+        raise FlowError("this run only uses a trained model and has no flow; select one in megatron_wrap.flow")
+
+    def __str__(self) -> str:
+        return "no flow"

@@ -12,13 +12,15 @@ from torch import Tensor
 from megatron_wrap.data.chat.encode import ChatTokens
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.contract.base import FlowContext, LossOutput
-from megatron_wrap.flow.policy.advantages import check_groups, group_advantages, number_groups
 from megatron_wrap.flow.policy.config import CLIPPED_LOSSES, SEQUENCE_LOSSES, GRPOConfig
 from megatron_wrap.flow.policy.losses import (
+    check_groups,
     cispo,
     clipped,
+    group_advantages,
     highest_values,
     kl_estimates,
+    number_groups,
     rollout_weights,
     sapo,
 )
@@ -42,10 +44,9 @@ from megatron_wrap.flow.policy.rollouts import (
     common_keys,
     encode_rollout,
 )
-from megatron_wrap.flow.shared.text import ENCODED, MegatronWrapGPTModelTextFlow
+from megatron_wrap.flow.shared.text import ENCODED, TextFlow
 from megatron_wrap.metrics.metric import Metric, Total
-from megatron_wrap.ops.entropies import entropy
-from megatron_wrap.ops.log_probs import log_probs_and_entropy, token_log_probs
+from megatron_wrap.ops.log_probs import entropy, log_probs_and_entropy, token_log_probs
 
 _POLICY, _ENTROPY = "policy", "entropy"
 """Loss terms of a run with an entropy bonus."""
@@ -53,7 +54,7 @@ _ROLLOUT = "rollout"
 """Key of a prepared sample's `Rollout`."""
 
 
-class MegatronWrapGPTModelGRPOFlow(MegatronWrapGPTModelTextFlow):
+class MegatronWrapGPTModelGRPOFlow(TextFlow):
     """Policy optimization on responses that a rollout engine generated (GRPO: Shao et al., 2024, arXiv:2402.03300). The
     loss of a token is that of `loss_type` (`policy/losses.py`) with its advantage, plus `beta` times an estimate of the
     KL divergence from a reference model; docs/policy.md has the formulas and conventions.

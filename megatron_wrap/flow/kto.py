@@ -15,7 +15,7 @@ from megatron_wrap.data.chat.encode import ChatTokens, encode_sample, sample_of_
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.contract.base import FlowContext, LossOutput
 from megatron_wrap.flow.shared.pairs import label_log_probs, label_log_probs_and_entropy, weighted
-from megatron_wrap.flow.shared.text import ENCODED, MegatronWrapGPTModelTextFlow, contain_keys, number_columns
+from megatron_wrap.flow.shared.text import ENCODED, TextFlow, contain_keys, number_columns
 from megatron_wrap.metrics.metric import Difference, Metric, Total
 
 REFERENCE_FIELD = "reference_answer_log_probs"
@@ -26,7 +26,7 @@ STEP_REFERENCE, STEP_IDS, STEP_MASK = (
 reference's log-probability of that answer."""
 
 
-class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
+class MegatronWrapGPTModelKTOFlow(TextFlow):
     """Mean over samples of w_d * (1 - sigmoid(beta * (r - z))) for desirable answers and
     w_u * (1 - sigmoid(beta * (z - r))) for others, where r is the policy's log-probability of the answer minus the
     reference's (Ethayarajh et al., 2024, arXiv:2402.01306, equation 8). z estimates the KL divergence from the
@@ -43,7 +43,7 @@ class MegatronWrapGPTModelKTOFlow(MegatronWrapGPTModelTextFlow):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MegatronWrapGPTModelTextFlow.Config):
+    class Config(TextFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
         beta: float = key(0.1, above=0)

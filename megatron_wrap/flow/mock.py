@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.flow.contract.base import LossOutput, MegatronWrapFlowConfig
-from megatron_wrap.flow.shared.gpt import MegatronWrapGPTModelFlow
+from megatron_wrap.flow.shared.text import MegatronWrapGPTModelFlow
 from megatron_wrap.ops.log_probs import vocabulary_max
 
 

@@ -11,8 +11,13 @@ from torch.nn.functional import logsigmoid
 
 from megatron_wrap.config.schema.keys import key
 from megatron_wrap.flow.contract.base import LossOutput
-from megatron_wrap.flow.shared.pairs import MegatronWrapGPTModelPairFlow, rewards_and_log_probs
-from megatron_wrap.flow.shared.reference_free import NLL, PREFERENCE, ReferenceFreeFlow
+from megatron_wrap.flow.shared.pairs import (
+    NLL,
+    PREFERENCE,
+    PairFlow,
+    ReferenceFreeFlow,
+    rewards_and_log_probs,
+)
 
 
 class MegatronWrapGPTModelORPOFlow(ReferenceFreeFlow):
@@ -24,7 +29,7 @@ class MegatronWrapGPTModelORPOFlow(ReferenceFreeFlow):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MegatronWrapGPTModelPairFlow.Config):
+    class Config(PairFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
         beta: float = key(0.1, above=0)

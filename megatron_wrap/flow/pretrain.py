@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_wrap.errors import DataError
 from megatron_wrap.flow.contract.base import LossOutput
 from megatron_wrap.flow.shared.cross_entropy import CrossEntropyConfig, cross_entropy
-from megatron_wrap.flow.shared.gpt import MegatronWrapGPTModelFlow
+from megatron_wrap.flow.shared.text import MegatronWrapGPTModelFlow
 
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 

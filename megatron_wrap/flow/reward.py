@@ -15,11 +15,11 @@ from megatron_wrap.config.schema.keys import key
 from megatron_wrap.data.chat.encode import ChatTokens, encode_sample, truncate
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.flow.contract.base import LossOutput
-from megatron_wrap.flow.shared.pairs import MegatronWrapGPTModelPairFlow, weighted
+from megatron_wrap.flow.shared.pairs import PairFlow, weighted
 from megatron_wrap.metrics.metric import Maximum, Minimum
 
 
-class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
+class MegatronWrapGPTModelRewardFlow(PairFlow):
     """Mean over pairs of -log sigmoid(score of the chosen sequence - score of the rejected one - margin), plus
     `center_rewards_coefficient` times the mean of (sum of the two scores)^2, as in trl's RewardTrainer (Bradley-Terry;
     margin: Touvron et al., 2023, arXiv:2307.09288, equation 2; centering: Eisenstein et al., 2023, arXiv:2312.09244).
@@ -31,7 +31,7 @@ class MegatronWrapGPTModelRewardFlow(MegatronWrapGPTModelPairFlow):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MegatronWrapGPTModelPairFlow.Config):
+    class Config(PairFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
         center_rewards_coefficient: float = key(0.0, at_least=0)

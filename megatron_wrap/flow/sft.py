@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatron_wrap.flow.contract.base import LossOutput
 from megatron_wrap.flow.shared.cross_entropy import CrossEntropyConfig, cross_entropy
-from megatron_wrap.flow.shared.next_token import MegatronWrapGPTModelNextTokenFlow
+from megatron_wrap.flow.shared.text import NextTokenFlow
 from megatron_wrap.metrics.metric import Total
 
 
-class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelNextTokenFlow):
+class MegatronWrapGPTModelSFTFlow(NextTokenFlow):
     """Mean cross-entropy over the tokens with `loss_mask`, weighted by their samples' `weight`.
 
     A sample is `{"messages": [...]}`, `{"prompt", "completion"}`, `{"text"}` or already tokenized (see
@@ -21,7 +21,7 @@ class MegatronWrapGPTModelSFTFlow(MegatronWrapGPTModelNextTokenFlow):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(CrossEntropyConfig, MegatronWrapGPTModelNextTokenFlow.Config):
+    class Config(CrossEntropyConfig, NextTokenFlow.Config):
         """Keys of `megatron_wrap.flow`."""
 
     supports_packing = True

@@ -155,7 +155,7 @@ def content_without_flow(
         provider: keys of `megatron_wrap.model_provider`.
         tokenizer: folder or hub id.
     """
-    from megatron_wrap.flow.contract.no_flow import NO_FLOW
+    from megatron_wrap.flow.entry import NO_FLOW
 
     return {
         "megatron_lm": {

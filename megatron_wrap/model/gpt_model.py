@@ -24,7 +24,7 @@ from megatron.core.transformer.multi_token_prediction import tie_word_embeddings
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
-from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
+from megatron_wrap.model.random_numbers import EmbeddingNoise, noise_added
 from megatron_wrap.nn.attention.packed_sequences import PackedSequences, rotary_by_position
 from megatron_wrap.nn.attention.self_attention import LongRotaryEmbedding, RotaryByWindow
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
@@ -217,6 +217,8 @@ class BatchFirstGPTModel(GPTModel):
         return state
 
     def _preprocess(self, *arguments: Any, packed_seq_params: PackedSequences | None = None, **named: Any) -> Any:
+        if packed_seq_params is None:
+            return super()._preprocess(*arguments, **named)
         rotary = getattr(self, "rotary_pos_emb", None)
         with rotary_by_position(rotary, packed_seq_params):
             return super()._preprocess(*arguments, packed_seq_params=packed_seq_params, **named)

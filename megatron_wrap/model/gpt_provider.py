@@ -15,12 +15,12 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.model.gpt_model import BatchFirstGPTModel, GPTValueModel, PredictionLayers
 from megatron_wrap.model.request import ModelRequest
-from megatron_wrap.model.vocabulary_padding import mask_padded_vocabulary
 from megatron_wrap.nn.attention import choose_core_attention, choose_self_attention
 from megatron_wrap.nn.experts.dispatcher import graph_ends_before_exchange
 from megatron_wrap.nn.experts.router import Router
 from megatron_wrap.nn.layers.norm import NormBeforeAdd, norm_class
 from megatron_wrap.nn.linear_attention.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron_wrap.ops.deferred_logits import is_deferred
 from megatron_wrap.plan.context_exchange import can_use_attention_of_transformer_engine
 from megatron_wrap.platform.megatron_core import versions
 
@@ -38,7 +38,7 @@ def gpt_model_provider(request: ModelRequest) -> BatchFirstGPTModel:
         prediction=_prediction_layers(request),
     )
     if request.post_process:
-        mask_padded_vocabulary(model, request)
+        _mask_padded_vocabulary(model, request)
     return model
 
 
@@ -49,6 +49,27 @@ def gpt_value_model_provider(request: ModelRequest) -> GPTValueModel:
     state, as in transformers' models for sequence classification. It is not tied to the embedding.
     """
     return GPTValueModel(**_gpt_arguments(request))
+
+
+def _mask_padded_vocabulary(model: BatchFirstGPTModel, request: ModelRequest) -> None:
+    """Mask the padding columns of the vocabulary, so that the loss does not depend on the amount of padding, which
+    grows with the tensor-parallel size."""
+    tp = request.state.tp
+    columns = request.padded_vocab_size // tp.size
+    first_padded = max(0, request.vocab_size - tp.rank * columns)
+    if first_padded >= columns:
+        return
+    if model.defers_logits:
+        model.output_layer.unpadded = first_padded
+
+    def mask(_module: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        logits, bias = outputs
+        if is_deferred(logits):
+            return outputs
+        logits[..., first_padded:] = torch.finfo(logits.dtype).min / 2
+        return logits, bias
+
+    model.output_layer.register_forward_hook(mask)
 
 
 def _gpt_arguments(request: ModelRequest) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The argument of model providers."""
+"""The argument of model providers, and the size of the vocabulary that they build."""
 
 from __future__ import annotations
 
@@ -35,3 +35,10 @@ class ModelRequest:
     """Index of the chunk on this pipeline stage; None: the pipeline is not interleaved."""
     defers_logits: bool = False
     """Whether the output is `DeferredLogits`, because of `linear_cross_entropy`; only for providers that support it."""
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """The vocabulary size rounded up to a multiple of divisible_by * tensor_parallel_size, as in Megatron-LM
+    (megatron/training/tokenizer)."""
+    multiple = divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_wrap.ops.divergence import kl_divergence
-    from megatron_wrap.ops.entropies import entropy
-    from megatron_wrap.ops.log_probs import log_probs_and_entropy, token_log_probs, vocabulary_max
-    from megatron_wrap.ops.ranking import TopK, top_k
+    from megatron_wrap.ops.log_probs import entropy, log_probs_and_entropy, token_log_probs, vocabulary_max
     from megatron_wrap.ops.token_values import (
         TokenTerms,
+        TopK,
         gather_log_probs,
         gather_logits,
         log_probs_and_logsumexp,
         logsumexp,
         mean_log_probs,
         token_terms,
+        top_k,
         top_k_log_probs,
     )
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 # A module must not have the name of a function: importing it would overwrite the function in this namespace.
-_MODULES = ("divergence", "entropies", "log_probs", "ranking", "token_values")
+_MODULES = ("divergence", "log_probs", "token_values")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """Logits that are not stored: hidden states and the output weight, whose product is computed where it is needed.
 
-The operations of this package multiply them chunk by chunk (`chunks.py`), so that a loss needs the logits of one chunk
-of tokens at a time. Any other use of a `DeferredLogits` as a tensor computes all logits, once, with a warning that
-names the line; values and gradients are those of stored logits.
+The operations of this package multiply them chunk by chunk (`token_chunks.py`), so that a loss needs the logits of one
+chunk of tokens at a time. Any other use of a `DeferredLogits` as a tensor computes all logits, once, with a warning
+that names the line; values and gradients are those of stored logits.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Logits are [..., V/tp], in a flow [B, S, V/tp]: tensor-parallel rank r holds the V/tp columns from `r * V/tp`. A loss is
 replicated over TP, so sums over TP have an identity backward: each rank's gradient is that of its own columns.
 Half-precision logits are computed in fp32. Padding columns of the vocabulary contain `finfo.min / 2`
-(`model/vocabulary_padding.py`): they have probability 0 and contribute nothing to values and gradients. An id of a
+(`model/gpt_provider.py`): they have probability 0 and contribute nothing to values and gradients. An id of a
 padding column or above the vocabulary has the logit -inf, so that a loss that uses it is not finite and ends the step.
 """
 

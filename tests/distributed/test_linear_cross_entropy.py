@@ -31,12 +31,12 @@ class Counts(NamedTuple):
 @contextmanager
 def _small_chunks() -> Iterator[Any]:
     """Chunks of at most 13 tokens; yields what counts the calls."""
-    from megatron_wrap.ops import chunks, deferred_logits
+    from megatron_wrap.ops import deferred_logits, token_chunks
 
     with (
-        mock.patch.object(chunks, "MIN_CHUNK_TOKENS", 13),
-        mock.patch.object(chunks, "chunk_bytes", return_value=1),
-        mock.patch.object(chunks, "_recomputed", wraps=chunks._recomputed) as recomputed,
+        mock.patch.object(token_chunks, "MIN_CHUNK_TOKENS", 13),
+        mock.patch.object(token_chunks, "chunk_bytes", return_value=1),
+        mock.patch.object(token_chunks, "_recomputed", wraps=token_chunks._recomputed) as recomputed,
         mock.patch.object(deferred_logits.DeferredLogits, "_warn") as stored,
     ):
         yield lambda: Counts(recomputed.call_count, stored.call_count)

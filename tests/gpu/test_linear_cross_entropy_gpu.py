@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from megatron_wrap import ops
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients
-from megatron_wrap.ops import chunks
+from megatron_wrap.ops import token_chunks
 from megatron_wrap.ops.deferred_logits import (
     OutputProjection,
     chunk_bytes,
@@ -46,8 +46,8 @@ def gradients(kind: str, hidden: torch.Tensor, weight: Any, ids: torch.Tensor) -
 
 @pytest.mark.parametrize("kind", ["known", "recomputed"])
 def test_gradients_are_as_exact_as_with_stored_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 96)
-    monkeypatch.setattr(chunks, "chunk_bytes", lambda device: 1)
+    monkeypatch.setattr(token_chunks, "MIN_CHUNK_TOKENS", 96)
+    monkeypatch.setattr(token_chunks, "chunk_bytes", lambda device: 1)
     torch.manual_seed(0)
     hidden = torch.randn(2, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(5003, 64, device="cuda", dtype=torch.bfloat16) / 8)

@@ -35,7 +35,7 @@ def check_tokenizer(candidate: Candidate) -> Iterator[Note]:
     from megatron_wrap.data.chat.encode import prompt_token_ids
     from megatron_wrap.data.chat.tokenizer import run_tokenizer
     from megatron_wrap.data.indexed.windows import check_first_tokens, check_tokens
-    from megatron_wrap.model.vocabulary_padding import padded_vocab_size
+    from megatron_wrap.model.request import padded_vocab_size
 
     config = candidate.config
     candidate.tokenizer = run_tokenizer(config.data)

@@ -16,7 +16,7 @@ from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.batches.packed_rows import filled_row
 from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS
 from megatron_wrap.metrics.phases import COMPUTED_TOKENS, DATA, phase
-from megatron_wrap.model.embedding_noise import EmbeddingNoise
+from megatron_wrap.model.random_numbers import EmbeddingNoise
 from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.state import Axis, ParallelState
 

@@ -45,9 +45,8 @@ from megatron_wrap.errors import PlatformError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.model.initial_weights import fill_initial_weights, is_expert
 from megatron_wrap.model.provider import MegatronModelProviderEntry
-from megatron_wrap.model.request import ModelRequest
+from megatron_wrap.model.request import ModelRequest, padded_vocab_size
 from megatron_wrap.model.transformer_config import same_named, transformer_config, use_transformer_engine
-from megatron_wrap.model.vocabulary_padding import padded_vocab_size
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base.machine import megatron_core_version

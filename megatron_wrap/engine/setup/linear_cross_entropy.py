@@ -6,7 +6,7 @@ from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.model.chunks import bare_model
-from megatron_wrap.model.vocabulary_padding import padded_vocab_size
+from megatron_wrap.model.request import padded_vocab_size
 from megatron_wrap.parallel.state import ParallelState
 from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.utils.dist_logger import logger

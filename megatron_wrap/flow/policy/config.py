@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_wrap.config.schema.keys import key
-from megatron_wrap.flow.shared.text import MegatronWrapGPTModelTextFlow
+from megatron_wrap.flow.shared.text import TextFlow
 
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 SEQUENCE_LOSSES = ("grpo", "sapo")
@@ -14,7 +14,7 @@ SEQUENCE_LOSSES = ("grpo", "sapo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(MegatronWrapGPTModelTextFlow.Config):
+class GRPOConfig(TextFlow.Config):
     """Keys of `megatron_wrap.flow`."""
 
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"

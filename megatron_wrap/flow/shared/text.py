@@ -1,9 +1,10 @@
-"""Base of flows on tokenized text: encodes samples, and collates token sequences into a padded micro-batch for
-next-token prediction."""
+"""Bases of flows for a GPT model: its forward inputs; samples encoded and collated into a padded micro-batch for
+next-token prediction; one sequence per sample, for supervised fine-tuning and distillation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,15 +14,36 @@ from torch import Tensor
 from megatron_wrap.config.checks.vocabulary import check_token_ids
 from megatron_wrap.data.chat.encode import ChatTokens, LossOn, encode_sample, truncate
 from megatron_wrap.data.chat.tokenizer import pad_token_id
-from megatron_wrap.errors import DataError
-from megatron_wrap.flow.contract.base import FlowContext, MegatronWrapFlowConfig
-from megatron_wrap.flow.shared.gpt import MegatronWrapGPTModelFlow
+from megatron_wrap.errors import DataError, FlowError
+from megatron_wrap.flow.contract.base import FlowContext, MegatronWrapFlowConfig, MegatronWrapTrainingFlowBase
+from megatron_wrap.ops.log_probs import token_log_probs
+
+
+class MegatronWrapGPTModelFlow(MegatronWrapTrainingFlowBase):
+    """Model inputs are `input_ids`, `position_ids` and `attention_mask`, each [B, S]; attention is causal and
+    attention_mask is 1 on tokens, 0 on padding to their right."""
+
+    REQUIRED = ("input_ids", "position_ids", "attention_mask")
+
+    def validate_model_forward_inputs(self, model_forward_inputs: Mapping[str, Tensor]) -> None:
+        """Check the names of the model inputs.
+
+        Raises:
+            FlowError: one of `REQUIRED` is missing.
+        """
+        missing = [name for name in self.REQUIRED if name not in model_forward_inputs]
+        if missing:
+            raise FlowError(
+                f"{type(self).__name__}.collate_data_micro_batch: model_forward_inputs lack {', '.join(missing)}; "
+                f"a GPT model takes {', '.join(self.REQUIRED)}, each [B, S]"
+            )
+
 
 ENCODED = "encoded"
 """Key of a prepared sample's tokens."""
 
 
-class MegatronWrapGPTModelTextFlow(MegatronWrapGPTModelFlow):
+class TextFlow(MegatronWrapGPTModelFlow):
     """Base of flows on tokenized text, with keys for padding and truncation."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -136,3 +158,27 @@ def number_columns(samples: Sequence[Mapping[str, Any]], names: Sequence[str]) -
 
 def _sequences(encoded: Any) -> Sequence[ChatTokens]:
     return (encoded,) if isinstance(encoded, ChatTokens) else encoded
+
+
+class NextTokenFlow(TextFlow):
+    """A sample is `{"messages": [...]}`, `{"prompt", "completion"}`, `{"text"}` or already tokenized (see
+    `megatron_wrap.data.chat.encode.encode_sample`). Means are over the tokens with `loss_mask`, weighted by their
+    samples' `weight`."""
+
+    supports_packing = True
+
+    def collate_data_micro_batch(self, iterator: Iterator[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Up to B samples, prepared or not, see `collate_tokens`; `loss_mask` is multiplied by the samples' weights."""
+        sequences = [self._encoded(sample) for sample in itertools.islice(iterator, self.micro_batch_size)]
+        model_forward_inputs, loss_inputs = self.collate_tokens(sequences)
+        weights = torch.tensor([tokens.weight for tokens in sequences])
+        return model_forward_inputs, {**loss_inputs, "loss_mask": loss_inputs["loss_mask"] * weights[:, None]}
+
+    def get_fields_and_seqdims(self) -> dict[str, int]:
+        """The base class's fields and the output `log_probs`."""
+        return {**super().get_fields_and_seqdims(), "log_probs": 1}
+
+    def calculate_outputs(self, loss_inputs: dict[str, Tensor], model_forward_output: Tensor) -> dict[str, Tensor]:
+        """`log_probs` [B, S]: log-probability of each label; `loss_mask` [B, S] as collated, times the weights."""
+        log_probs = token_log_probs(model_forward_output, loss_inputs["labels"])
+        return {"log_probs": log_probs, "loss_mask": loss_inputs["loss_mask"]}

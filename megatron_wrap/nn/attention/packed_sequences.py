@@ -200,15 +200,14 @@ def _cumulative(counts: Any) -> Tensor:
 
 
 @contextmanager
-def rotary_by_position(rotary: Any, packed: PackedSequences | None) -> Iterator[None]:
+def rotary_by_position(rotary: Any, packed: PackedSequences) -> Iterator[None]:
     """Make a rotary embedding module (Megatron-Core's `RotaryEmbedding` or `YarnRotaryEmbedding`) return the embedding
     of each token's position in its sequence, [t_local, 1, 1, d], instead of that of positions 0, 1, 2, ....
 
     Args:
         rotary: None without rotary embeddings.
-        packed: None for unpacked sequences, which changes nothing.
     """
-    if packed is None or rotary is None:
+    if rotary is None:
         yield
         return
 

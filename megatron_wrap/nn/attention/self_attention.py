@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -190,7 +191,8 @@ class LatentAttention(MLASelfAttention):
     ) -> Any:
         """Query, key and value [s, b, heads, d], then the latent vectors. A packed row has b = 1; for it Megatron-Core
         would return [t, heads, d]."""
-        with rotary_by_position(self.rotary_pos_emb, packed_seq_params):
+        packed = packed_seq_params
+        with nullcontext() if packed is None else rotary_by_position(self.rotary_pos_emb, packed):
             kernel = self._kernel(hidden_states)
             if kernel is not None and inference_context is None and not named.get("inference_params"):
                 length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, None)

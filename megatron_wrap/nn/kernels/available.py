@@ -14,9 +14,6 @@ from torch import Tensor, float64
 from megatron_wrap.nn.kernels.weight_gradients import WeightGradients, can_accumulate_weight_gradients, lookup
 from megatron_wrap.platform.megatron_core.kernels import LayerKernels
 
-MAX_NORM_COLUMNS = 16384
-"""Largest last dimension that `rms_norm` supports; its programs keep a row in registers."""
-
 TILE_ALIGNMENT_BYTES = 16
 """Alignment in bytes of the rows of a matrix whose tiles are loaded by descriptors (CUDA driver API,
 cuTensorMapEncodeTiled)."""
@@ -35,12 +32,6 @@ def has_triton() -> bool:
 def has_liger() -> bool:
     """Whether Liger-Kernel is installed (extra `gpu`); its kernels need a GPU."""
     return has_triton() and importlib.util.find_spec("liger_kernel") is not None
-
-
-def can_normalize(x: Tensor) -> bool:
-    """Whether `rms_norm` supports this input on this machine."""
-    fits = x.numel() > 0 and x.shape[-1] <= MAX_NORM_COLUMNS
-    return x.is_cuda and x.dtype != torch.float64 and fits and has_triton()
 
 
 def can_convolve(rows: Tensor) -> bool:

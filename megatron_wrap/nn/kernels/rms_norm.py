@@ -158,7 +158,7 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float, zero_centered: bool = False) 
     """x / sqrt(mean(x^2) + eps) * gamma over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:
-        x: [..., H] on a GPU, H at most `available.MAX_NORM_COLUMNS`; computed in fp32.
+        x: [..., H] on a GPU, H at most `nn/layers/norm.py`'s `MAX_NORM_COLUMNS`; computed in fp32.
         gamma: [H].
         zero_centered: gamma is stored minus 1.
 

@@ -15,10 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.nn.kernels.available import can_normalize
+from megatron_wrap.nn.kernels.available import has_triton
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+MAX_NORM_COLUMNS = 16384
+"""Largest last dimension that `rms_norm` supports; its programs keep a row in registers."""
 
 
 class _Norm(nn.Module):
@@ -75,7 +79,7 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [..., hidden_size] in any floating dtype -> the same shape in the parameters' dtype; computes in
         fp32."""
-        if can_normalize(x):
+        if _can_normalize(x):
             from megatron_wrap.nn.kernels.rms_norm import rms_norm
 
             return rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
@@ -136,3 +140,9 @@ def norm_class(normalization: str) -> type[RMSNorm] | type[LayerNorm]:
     if normalization not in known:
         raise ConfigError(f"normalization {normalization!r} is not supported; choose {' or '.join(known)}")
     return known[normalization]
+
+
+def _can_normalize(x: Tensor) -> bool:
+    """Whether the kernel supports this input on this machine."""
+    fits = x.numel() > 0 and x.shape[-1] <= MAX_NORM_COLUMNS
+    return x.is_cuda and x.dtype != torch.float64 and fits and has_triton()

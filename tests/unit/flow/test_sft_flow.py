@@ -15,7 +15,7 @@ from megatron_wrap.errors import DataError
 from megatron_wrap.flow import FlowContext, MegatronWrapGPTModelSFTFlow, Total
 from megatron_wrap.flow.pretrain import MegatronWrapGPTModelPretrainFlow
 from megatron_wrap.flow.shared import cross_entropy as cross_entropy_module
-from megatron_wrap.flow.shared import next_token as next_token_module
+from megatron_wrap.flow.shared import text as text_module
 from megatron_wrap.ops import log_probs_and_logsumexp, token_log_probs, token_terms
 
 pytestmark = pytest.mark.transformers
@@ -124,7 +124,7 @@ class OneRank:
 @pytest.fixture
 def one_rank(monkeypatch):
     """The operations of the loss without a process group."""
-    for module in (cross_entropy_module, next_token_module):
+    for module in (cross_entropy_module, text_module):
         monkeypatch.setattr(module, "token_log_probs", lambda logits, ids, **_: token_log_probs(logits, ids, OneRank()))
     for function in (token_terms, log_probs_and_logsumexp):
         alone = partial(lambda operation, logits, ids: operation(logits, ids, OneRank()), function)

@@ -320,11 +320,11 @@ def test_logits_loss_and_gradients_equal_transformers(
     family: Family, linear_cross_entropy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from megatron_wrap.model.chunks import bare_model
-    from megatron_wrap.ops import chunks
+    from megatron_wrap.ops import token_chunks
     from megatron_wrap.testing.gradients import gather_weights
 
-    monkeypatch.setattr(chunks, "chunk_bytes", lambda device: 1)
-    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 13)
+    monkeypatch.setattr(token_chunks, "chunk_bytes", lambda device: 1)
+    monkeypatch.setattr(token_chunks, "MIN_CHUNK_TOKENS", 13)
     path, overrides = run_config(tmp_path, family.arch)
     with MegatronWrap(path, [*overrides, f"{LINEAR_CROSS_ENTROPY}={linear_cross_entropy}"]) as wrap:
         wrap.initialize()

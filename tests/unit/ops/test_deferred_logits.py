@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_wrap import ops
-from megatron_wrap.ops import chunks, deferred_logits
+from megatron_wrap.ops import deferred_logits, token_chunks
 from megatron_wrap.ops.deferred_logits import DeferredLogits, OutputProjection, with_loss_factor
 
 B, S, H, V, UNPADDED = 2, 7, 8, 29, 27
@@ -61,7 +61,10 @@ class Doubled(torch.autograd.Function):
 
 @pytest.fixture(autouse=True)
 def small_chunks() -> Iterator[None]:
-    with mock.patch.object(chunks, "MIN_CHUNK_TOKENS", 4), mock.patch.object(chunks, "chunk_bytes", return_value=1):
+    with (
+        mock.patch.object(token_chunks, "MIN_CHUNK_TOKENS", 4),
+        mock.patch.object(token_chunks, "chunk_bytes", return_value=1),
+    ):
         yield
 
 
@@ -155,7 +158,7 @@ def test_a_known_gradient_is_computed_in_the_forward_pass(upstream: str) -> None
     weight.main_grad = torch.zeros(V, H)
     weight.grad_added_to_main_grad = False
     logits = with_loss_factor(model.deferred(), factor)
-    with mock.patch.object(chunks, "_recomputed", wraps=chunks._recomputed) as recomputed:
+    with mock.patch.object(token_chunks, "_recomputed", wraps=token_chunks._recomputed) as recomputed:
         log_probs = ops.token_log_probs(logits, IDS, GROUP, loss_gradient=mask)
         torch.testing.assert_close(log_probs, known)
         assert not weight.grad_added_to_main_grad
@@ -217,7 +220,7 @@ def bf16_results(way: str) -> list[Tensor]:
 @pytest.mark.parametrize("way", ["forward", "recomputed"])
 def test_in_bf16_it_is_no_further_from_fp32_than_stored_logits(way: str) -> None:
     """Relative errors of seven chunks; 1% is left for kernels that sum in another order for another number of rows."""
-    with mock.patch.object(chunks, "MIN_CHUNK_TOKENS", 40):
+    with mock.patch.object(token_chunks, "MIN_CHUNK_TOKENS", 40):
         exact, stored, deferred = (bf16_results(name) for name in ("fp32", "stored", way))
     for wanted, of_stored, of_deferred in zip(exact, stored, deferred, strict=True):
         error = (of_deferred.float() - wanted).norm()

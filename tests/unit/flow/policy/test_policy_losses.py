@@ -12,7 +12,7 @@ from megatron_wrap.errors import DataError
 from megatron_wrap.flow import FlowContext, grpo
 from megatron_wrap.flow.grpo import MegatronWrapGPTModelGRPOFlow
 from megatron_wrap.flow.policy import losses
-from megatron_wrap.flow.policy.advantages import group_advantages
+from megatron_wrap.flow.policy.losses import group_advantages
 from megatron_wrap.flow.policy.rollouts import RolloutFacts, encode_rollout
 
 Config = MegatronWrapGPTModelGRPOFlow.Config

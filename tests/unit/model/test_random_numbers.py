@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_wrap.model.embedding_noise import EmbeddingNoise, noise_added
+from megatron_wrap.model.random_numbers import EmbeddingNoise, noise_added
 
 HIDDEN = 64
 
