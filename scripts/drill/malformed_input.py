@@ -361,8 +361,8 @@ def read_rows(path: str) -> None:
     from megatron_wrap.config.schema.data import SourceConfig
     from megatron_wrap.data.chat.encode import encode_sample
     from megatron_wrap.data.chat.tokenizer import load_tokenizer
-    from megatron_wrap.data.order.sample_sets import training_stream
     from megatron_wrap.data.order.sample_reader import Preparation, SampleReader
+    from megatron_wrap.data.order.sample_sets import training_stream
 
     tokenizer = load_tokenizer("tokenizer")
     for streaming in (False, True):

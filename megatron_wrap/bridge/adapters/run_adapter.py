@@ -112,13 +112,13 @@ def run_adapter(config: RunConfig, vocab_size: int | None = None) -> RunAdapter 
 
 
 def adapter_of(hf_format: ExportFormat, config: AdapterConfig) -> RunAdapter:
-    """The adapter with these options of a model.
+    """The adapter with these options of a model; without an adapter, one that adapts no layer.
 
     Raises:
         ConfigError: as `run_adapter`.
     """
     table = hf_format.parameters
-    layers = adapted_layers(table, config)
+    layers = [] if config.adapter_type == "none" else adapted_layers(table, config)
     return RunAdapter(hf_format, config, layers, saved_parameters(table, config, layers), trained_rows(table, config))
 
 
