@@ -239,7 +239,6 @@ NEEDS = (
     Need("adapter.base_weights", "arch.transformer_impl", ("auto", "torch")),
     Need("adapter.base_weights", "dtype.fp8", (None,)),
     Need("adapter.keep_base", "adapter.base_weights", ("bf16",), reason=_QUANTIZED_AT_START),
-    Need("adapter.target_parameters", "adapter.lora_dropout", (0.0,), reason="inputs are not dropped, as in peft"),
     Need("model_provider.verify_hf", "adapter.base_weights", ("bf16",)),
     Need("train.global_batch_tokens", "train.rampup_batch_size", (None,), reason="it counts samples"),
     Need("train.global_batch_tokens", "train.train_samples", (None,), reason="it counts samples"),
