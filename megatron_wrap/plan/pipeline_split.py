@@ -29,7 +29,7 @@ from megatron_wrap.plan.model_parts import (
 class DeviceSpeed:
     """Speeds of a device within a bf16 training step."""
 
-    products: float
+    matmuls: float
     """FLOP/s of matmuls."""
     attention: float
     """FLOP/s of causal attention, without the FLOPs of masked scores."""
@@ -41,11 +41,11 @@ class DeviceSpeed:
 
 _HOPPER_BANDWIDTHS = {"H200": 4.8, "H100": 3.35, "H800": 3.35}
 """Memory bandwidth in TB/s, from the data sheets."""
-_H200 = DeviceSpeed(products=721e12, attention=290e12, elementwise=3.74e-11, loss=1.67e-12)
+_H200 = DeviceSpeed(matmuls=721e12, attention=290e12, elementwise=3.74e-11, loss=1.67e-12)
 """From `megatron-wrap profile` of the 1.5B Llama at 4,096 tokens, forward and backward (docs/profiling.md)."""
 SPEEDS = {
     name: DeviceSpeed(
-        products=_H200.products,
+        matmuls=_H200.matmuls,
         attention=_H200.attention,
         elementwise=_H200.elementwise * _HOPPER_BANDWIDTHS["H200"] / bandwidth,
         loss=_H200.loss * _HOPPER_BANDWIDTHS["H200"] / bandwidth,
@@ -53,9 +53,9 @@ SPEEDS = {
     for name, bandwidth in _HOPPER_BANDWIDTHS.items()
 }
 """Part of a GPU's name -> its speeds. The Hopper chips differ in the bandwidth of their memory."""
-ANY_DEVICE = DeviceSpeed(products=1.0, attention=0.5, elementwise=0.0, loss=0.0)
+ANY_DEVICE = DeviceSpeed(matmuls=1.0, attention=0.5, elementwise=0.0, loss=0.0)
 """Other devices, in FLOPs: attention at half of the matmuls' speed, a rounded ratio of the H200's."""
-_FP8_PRODUCTS = 1.62
+_FP8_MATMULS = 1.62
 """Speed of a layer's matmuls in FP8, relative to bf16 (docs/performance.md)."""
 
 
@@ -88,14 +88,14 @@ def model_costs(config: RunConfig, shape: ModelShape, device: str) -> ModelCosts
     granularity = config.recompute.recompute_granularity
     passes = 4.0 if granularity == "full" else 3.0
     attention_passes = 4.0 if granularity is not None else 3.0
-    faster = 1.0 if fp8_settings(config) is None else _FP8_PRODUCTS
+    faster = 1.0 if fp8_settings(config) is None else _FP8_MATMULS
     elementwise = speed.elementwise * arch.hidden_size
     attention = attention_passes * attention_width(arch) * seq_length / speed.attention
     trained = TrainedParts(shape)
 
     def matmuls(prefix: str, parts: Iterable[Part], passes: float) -> float:
         return (
-            sum(2 * part.weights * (passes - 1 + trained.share(prefix + part.name)) for part in parts) / speed.products
+            sum(2 * part.weights * (passes - 1 + trained.share(prefix + part.name)) for part in parts) / speed.matmuls
         )
 
     def layer(prefix: str, has_experts: int, is_linear: int) -> float:
