@@ -22,7 +22,8 @@ from megatron_wrap.config.defaults import (
     layer_choices,
     with_choices,
 )
-from megatron_wrap.config.reading.tree import ComposedConfig, Origin, Section
+from megatron_wrap.config.reading.nest import ComposedConfig
+from megatron_wrap.config.reading.tree import Origin, Section
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.familiar_names import familiar_advice

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config.checks.contradictions import applies
 from megatron_wrap.config.hugging_face import add_hugging_face
-from megatron_wrap.config.reading.nest import KeyRules, ValidatedNest, read_nest
-from megatron_wrap.config.reading.tree import ComposedConfig, Origin, SetBy
+from megatron_wrap.config.reading.nest import ComposedConfig, read_nest
+from megatron_wrap.config.reading.tree import KeyRules, Origin, SetBy
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, read_yaml, shown_path
 from megatron_wrap.config.schema.data import decode_evaluation_sets, decode_sources
 from megatron_wrap.config.schema.familiar_names import familiar_advice, unknown_key_hint
@@ -48,13 +48,13 @@ def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ())
 def load_tree(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ComposedConfig:
     """The composed values of a run's YAML, including the architecture of `model_provider.hf_path`. Keys are validated,
     types are not."""
-    nest = read_view(path, overrides)
-    add_hugging_face(nest)
-    return nest.compose()
+    tree = read_view(path, overrides)
+    add_hugging_face(tree)
+    return tree
 
 
-def read_view(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ValidatedNest:
-    """A run's YAML with the tree, before it is composed; keys are validated."""
+def read_view(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ComposedConfig:
+    """A run's YAML over the tree, without the architecture of `model_provider.hf_path`; keys are validated."""
     return read_nest(Path(path), overrides, KeyRules(_more_keys, _PLUG_INS, key_advice, familiar_advice, applies))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.config.config_json import Quantization, check_types, read_json, read_quantization
-from megatron_wrap.config.reading.nest import ValidatedNest
+from megatron_wrap.config.reading.nest import ComposedConfig
 from megatron_wrap.config.reading.tree import Origin, SetBy
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, shown_path
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
@@ -224,7 +224,7 @@ def family_of(model_type: str, where: str = "") -> Any:
     )
 
 
-def add_hugging_face(nest: ValidatedNest) -> None:
+def add_hugging_face(nest: ComposedConfig) -> None:
     """Set the architecture and the tokenizer from config.json of `hf_path`; without `hf_path` only check that an
     architecture is selected.
 
@@ -265,7 +265,7 @@ def spelled_out(config: RunConfig) -> list[str]:
     return [f"{HF_PATH}=null", f"{section}.__select__=language-model-base", *keys]
 
 
-def _add_to_arch(nest: ValidatedNest, hf_config: HuggingFaceConfig, key: str, value: Any) -> None:
+def _add_to_arch(nest: ComposedConfig, hf_config: HuggingFaceConfig, key: str, value: Any) -> None:
     section = nest.sections[SECTION_PATHS["arch"]]
     origin = _origin_in_run(section.origins.get(key, []), is_selected=section.selected != FROM_HUGGING_FACE)
     if origin is None:

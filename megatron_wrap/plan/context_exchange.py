@@ -28,7 +28,7 @@ EXCHANGE_KEY = "parallel.cp_comm_type"
 _HIDDEN_RING_TOKENS = 2048
 """Tokens of a process from which attention takes longer than the ring's transfers, if key heads have one query head.
 A step of the forward pass computes 2 (s / cp)^2 h d FLOPs of causal attention and receives 4 s / cp g d bytes in bf16;
-at the 290 TFLOP/s of `layer_costs` and 300 GB/s between GPUs of a node, both take as long for s / cp = 1,930 g / h."""
+at 290 TFLOP/s (`pipeline_split`) and 300 GB/s between GPUs of a node, both take as long for s / cp = 1,930 g / h."""
 
 
 def exchange_choice(config: RunConfig, transformer_engine: bool, saved: str | None = None) -> Choice | None:

@@ -59,6 +59,9 @@ def _check_quantized(config: RunConfig) -> None:
 def _check_experts(config: RunConfig) -> None:
     """Refuse settings that adapters of experts do not support; peft does not support them either."""
     arch = config.arch
+    if config.adapter.lora_dropout:
+        rule = "target_parameters cannot drop an adapter's inputs, as in peft; write 0.0"
+        refuse(config, ["adapter.target_parameters", "adapter.lora_dropout"], rule)
     if all(entry.endswith(".weight") for entry in config.adapter.target_parameters):
         return  # only linear layers have adapters
     if arch.experts_impl not in ("auto", "grouped_mm") or arch.moe_grouped_gemm is not None:

@@ -5,8 +5,9 @@ that confignest would drop, invent or crash on are refused here. The walk record
 one applies, which the tests compare with what confignest composes.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,91 +15,19 @@ from megatron_wrap.config.reading.tree import (
     INHERIT,
     OVERRIDE,
     SELECT,
-    ComposedConfig,
     Folder,
+    KeyRules,
     Origin,
     Section,
     SetBy,
     TreeFile,
-    leaves,
     open_tree,
 )
 from megatron_wrap.config.reading.yaml_nodes import COMMAND_LINE, Node, describe, read_value, read_yaml
 from megatron_wrap.errors import ConfigError, Mistakes, did_you_mean
 
-_KEYWORDS = {
-    SELECT: "nothing can be selected here; delete it",
-    OVERRIDE: "only a section with a selection takes it; write its keys here directly",
-    INHERIT: "belongs in a file of the tree, not in a run's YAML",
-}
 
-
-@dataclass(frozen=True)
-class KeyRules:
-    """Rules for keys that the files of the tree do not define: legal ones, and advice on unknown ones.
-
-    `plug_ins`: section -> the key that names a plug-in. If the run names another plug-in than the file of the tree, the
-    file does not define the plug-in's keys: any key is accepted, and the plug-in validates it.
-    `applies`: (section, key, values of the section's other keys) -> whether the key has an effect with them.
-    `familiar`: dotted path -> our counterpart of the argument of another library that it ends with; None for another
-        name.
-    """
-
-    more_keys: Callable[[str], Collection[str]] = lambda section: ()
-    plug_ins: Mapping[str, str] = field(default_factory=dict)
-    advice: Callable[[str, str], str | None] = lambda section, key: None
-    familiar: Callable[[str], str | None] = lambda path: None
-    applies: Callable[[str, str, Mapping[str, Any]], bool] = lambda section, key, values: True
-
-    def check_key(self, section: Section, key: str, node: Node) -> None:
-        """Refuse a key that is not one of the section's."""
-        if key in section.origins:
-            return
-        more = self.more_keys(section.path)
-        if key not in more and not (section.takes_any and key not in _KEYWORDS):
-            # a key of the section is likelier than one of Megatron-Core's hundreds
-            self._refuse(node, section.path, key, "key", section.origins, more)
-
-    def refuse_section(self, folder: Folder, key: str, node: Node, path: str) -> None:
-        """Refuse a key of a folder at the dotted `path` that is not one of its sections."""
-        self._refuse(node, path, key, "section", folder.entries)
-
-    def refuse_beside_select(self, folder: Folder, section: Section, key: str, node: Node) -> None:
-        """Refuse a key next to `__select__`."""
-        if key in section.origins or key in self.more_keys(section.path):
-            rule: str | None = f"a key next to {SELECT} has no effect; put it under {OVERRIDE}"
-        elif key in folder.entries:
-            rule = f"{section.name} is selected, so this has no effect; delete it or select {key}"
-        else:
-            rule = _KEYWORDS.get(key) or self.advice(section.path, key)
-        near = did_you_mean(key, [SELECT, OVERRIDE]) or did_you_mean(key, section.origins)
-        near = self.familiar_hint(f"{section.path}.{key}", node) or near
-        rule = rule or f"unknown key{near}; only {SELECT} and {OVERRIDE} are allowed here"
-        raise ConfigError(f"{node.where} {section.path}.{key}: {rule}")
-
-    def _refuse(
-        self, node: Node, path: str, key: str, kind: str, known: Collection[str], further: Collection[str] = ()
-    ) -> None:
-        key_path, is_mapping = f"{path}.{key}" if path else key, isinstance(node.value, dict)
-        near = did_you_mean(key, known, further)
-        # a mapping is a misspelled section rather than an argument
-        familiar = "" if near and is_mapping else self.familiar_hint(key_path, node)
-        hint = familiar or near or f"; the {kind}s are {', '.join(known)}"
-        advice = None if familiar and is_mapping else self.advice(path, key)
-        rule = _KEYWORDS.get(key) or advice or f"unknown {'key' if familiar else kind}{hint}"
-        raise ConfigError(f"{node.where} {key_path}: {rule}")
-
-    def familiar_hint(self, path: str, node: Node) -> str:
-        """The hint `; NAME is ...` for an argument of another library: the last name of `path`, or the first one below
-        it."""
-        advice = self.familiar(path)
-        if advice is None and isinstance(node.value, dict):
-            hints = (self.familiar_hint(f"{path}.{name}", below) for name, below in node.value.items())
-            return next(filter(None, hints), "")
-        return "" if advice is None else f"; {advice}"
-
-
-def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: KeyRules | None = None) -> "ValidatedNest":
+def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: KeyRules | None = None) -> "ComposedConfig":
     """Read the run's YAML at `path` over the shipped tree and a `nest/` folder beside the YAML, and validate its keys.
 
     Args:
@@ -108,7 +37,7 @@ def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: KeyRules |
         ConfigError: a file, section, key, selection or inheritance that does not fit; `file:line path: rule; hint`.
     """
     view = read_yaml(Path(path))
-    nest = ValidatedNest(view.file, open_tree(Path(path)), rules or KeyRules())
+    nest = ComposedConfig(view.file, open_tree(Path(path)), rules or KeyRules())
     nest.walk(view, [_parse_override(text) for text in overrides])
     return nest
 
@@ -142,28 +71,53 @@ def _nested(node: Node, parts: Sequence[str]) -> Node:
     return node
 
 
-class ValidatedNest:
-    """A view and its nest, validated; returned by `read_nest`."""
+class ComposedConfig:
+    """A run's YAML over the tree: validated keys, with the values that apply and the origins of each; returned by
+    `read_nest`. Types are not checked."""
 
     def __init__(self, view_file: str, root: Folder, rules: KeyRules) -> None:
         self.view_file = view_file
         self.sections: dict[str, Section] = {}
-        """Dotted path -> section."""
+        """Dotted path -> section, in the order of the tree."""
         self._root = root
         self._rules = rules
         self._mistakes = Mistakes()
 
+    @functools.cached_property
+    def values(self) -> Mapping[str, Any]:
+        """The values that apply, as nested plain dictionaries, equal to what confignest composes."""
+        values: dict[str, Any] = {}
+        for path, section in self.sections.items():
+            *folders, name = path.split(".")
+            folder = values
+            for part in folders:
+                folder = folder.setdefault(part, {})
+            folder[name] = _applying(section.origins)
+        return values
+
+    def section_values(self, path: str) -> Mapping[str, Any]:
+        """The composed values of the section at the dotted `path`."""
+        values: Any = self.values
+        for part in path.split("."):
+            values = values[part]
+        return values
+
+    def leaves(self) -> dict[str, Sequence[Origin]]:
+        """Dotted path of every value -> its origins, first to last."""
+        return {path: origins for section in self.sections.values() for path, origins in section.leaves()}
+
     def origins(self, path: str) -> Sequence[Origin]:
-        """Origins of the value at the dotted `path`, first to last."""
-        return leaves(self.sections).get(path, ())
+        """Origins of the value at the dotted `path`, first to last; empty if nothing sets it."""
+        return self.leaves().get(path, ())
+
+    def left_out(self) -> dict[str, Origin]:
+        """Dotted path of every key of the run's YAML that is left out (`Section.left_out`) -> its origin."""
+        sections = self.sections.values()
+        return {f"{section.path}.{key}": origin for section in sections for key, origin in section.left_out.items()}
 
     def add(self, section_path: str, key: str, origin: Origin) -> None:
         """Set a value of a section over all of its other origins."""
         self._set(self.sections[section_path].origins, key, origin, f"{section_path}.{key}")
-
-    def compose(self) -> ComposedConfig:
-        """The sections with the values that apply."""
-        return ComposedConfig(self.view_file, self.sections)
 
     def walk(self, view: Node, command_line: Sequence[_Override]) -> None:
         """Validate the view and the command line; called once."""
@@ -375,3 +329,11 @@ class ValidatedNest:
         if value is not None and not isinstance(value, dict):
             raise ConfigError(f"{COMMAND_LINE} {override.path}: {section.path}.{key} has no keys below it")
         return Node({**(value or {}), **node.value}, COMMAND_LINE)
+
+
+def _applying(origins: Any) -> Any:
+    """The value of the last of several origins, or of each key of a dictionary of origins."""
+    if isinstance(origins, dict):
+        return {key: _applying(nested) for key, nested in origins.items()}
+    node = origins[-1].node
+    return node.plain() if isinstance(node.value, dict | list) else node.value

@@ -189,7 +189,6 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@functools.cache
 def key_ranges(section: type) -> Mapping[str, Range]:
     """Name of each field of a dataclass whose values have a range -> the range."""
     ranges = {field.name: field.metadata.get(_RANGE) for field in dataclasses.fields(section)}

@@ -45,7 +45,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str
         path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
         try:
             view = read_view(path)
-            _check_ranges(decode(view.compose(), "run"))
+            _check_ranges(decode(view, "run"))
         except ConfigError as error:
             return str(error)
         return ""

@@ -11,9 +11,17 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_wrap.bridge.adapters.trained_parameters import trained_shape
 from megatron_wrap.config.reading.pipeline_layout import PipelineLayout, even_layout, parse_layout
 from megatron_wrap.core.config import load_run_config
-from megatron_wrap.plan.layer_costs import ModelCosts, model_costs
 from megatron_wrap.plan.model_parts import model_shape
-from megatron_wrap.plan.pipeline_split import faster_split, split_by_cost, split_choice, stage_costs, waste, with_split
+from megatron_wrap.plan.pipeline_split import (
+    ModelCosts,
+    faster_split,
+    model_costs,
+    split_by_cost,
+    split_choice,
+    stage_costs,
+    waste,
+    with_split,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA = ROOT / "scripts" / "benchmark" / "llama-1b.yaml"
