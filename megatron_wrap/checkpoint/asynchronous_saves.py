@@ -36,7 +36,7 @@ _LOST_SECONDS = 10.0
 """Seconds after which an ending rank no longer waits for other ranks whose files do not change, because those were
 killed."""
 _KEY = "megatron_wrap/save"
-_FAILURES = (*FILE_FAILURES, CheckpointError)
+_FAILURES: tuple[type[BaseException], ...] = (*FILE_FAILURES, CheckpointError)
 
 
 class AsynchronousSaves:
