@@ -23,7 +23,7 @@ def add_token_rows(chunk: Any, config: RunConfig, parallel: ParallelState, vocab
     Raises:
         ConfigError: as `trained_rows`, or an index is not in the vocabulary.
     """
-    from megatron_wrap.nn.adapters.embedding_rows import TokenRows
+    from megatron_wrap.nn.adapters.embedding_rows import EmbeddingRows
     from megatron_wrap.nn.adapters.lora import TRAINED
 
     hf_format = export_format(config, vocab_size)
@@ -33,8 +33,8 @@ def add_token_rows(chunk: Any, config: RunConfig, parallel: ParallelState, vocab
     over_stages = tied and parallel.pp.size > 1
     sequence_parallel = derived.sequence_parallel(config.parallel) and parallel.tp.size > 1
 
-    def rows(weight: torch.Tensor, name: str, is_copy: bool = False) -> TokenRows:
-        return TokenRows(
+    def rows(weight: torch.Tensor, name: str, is_copy: bool = False) -> EmbeddingRows:
+        return EmbeddingRows(
             weight,
             wanted[name],
             parallel.tp.rank,
