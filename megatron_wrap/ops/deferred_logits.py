@@ -112,7 +112,7 @@ class DeferredLogits(Tensor):
     projection: OutputProjection
     loss_factor: float | None
     """Derivative of the differentiated scalar with respect to the flow's `loss_sum`; None: not known."""
-    stored: list[Tensor]
+    computed: list[Tensor]
     """List with all logits once they were needed, else empty; detached copies share the list."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -127,9 +127,9 @@ class DeferredLogits(Tensor):
         return result._with(hidden, projection, None, [])
 
     def _with(
-        self, hidden: Tensor, projection: OutputProjection, loss_factor: float | None, stored: list[Tensor]
+        self, hidden: Tensor, projection: OutputProjection, loss_factor: float | None, computed: list[Tensor]
     ) -> DeferredLogits:
-        self.hidden, self.projection, self.loss_factor, self.stored = hidden, projection, loss_factor, stored
+        self.hidden, self.projection, self.loss_factor, self.computed = hidden, projection, loss_factor, computed
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -151,13 +151,13 @@ class DeferredLogits(Tensor):
 
     def _copy(self) -> DeferredLogits:
         hidden = self.hidden.detach()
-        return DeferredLogits(hidden, self.projection)._with(hidden, self.projection, None, self.stored)
+        return DeferredLogits(hidden, self.projection)._with(hidden, self.projection, None, self.computed)
 
     def _all(self) -> Tensor:
-        if not self.stored:
+        if not self.computed:
             self._warn()
-            self.stored.append(self.projection.logits(self.hidden.detach()))
-        return self.stored[0]
+            self.computed.append(self.projection.logits(self.hidden.detach()))
+        return self.computed[0]
 
     def _warn(self) -> None:
         frame = sys._getframe(1)
@@ -199,7 +199,7 @@ class _Deferred(torch.autograd.Function):
 def deferred_logits(hidden: Tensor, projection: OutputProjection, loss_factor: float | None = None) -> DeferredLogits:
     """Logits of hidden states [B, S, H] that are computed where they are needed."""
     result: DeferredLogits = _Deferred.apply(hidden, projection.weight, projection, True)
-    return result._with(hidden, projection, loss_factor, result.stored)  # hidden states with their graph
+    return result._with(hidden, projection, loss_factor, result.computed)  # hidden states with their graph
 
 
 def chunk_bytes(device: torch.device) -> int:
@@ -233,7 +233,7 @@ def whole_logits(logits: Tensor) -> Tensor:
     """All logits, for code that needs them; tensors that are not deferred are returned as they are."""
     if not isinstance(logits, DeferredLogits):
         return logits
-    if logits.stored:
+    if logits.computed:
         return logits.view(logits.shape)
     return _Deferred.apply(logits.hidden, logits.projection.weight, logits.projection, False)
 

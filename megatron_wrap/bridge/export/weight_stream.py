@@ -182,11 +182,11 @@ class WeightStream:
 def _merges(model: torch.nn.Module, arch: ArchConfig) -> dict[str, Callable[[Tensor], Tensor]]:
     """Global name of each weight with an adapter -> the function that merges the adapter into the weight's fp32
     values."""
-    from megatron_wrap.nn.adapters.embedding_rows import token_rows_of
+    from megatron_wrap.nn.adapters.embedding_rows import embedding_rows_of
     from megatron_wrap.nn.adapters.lora import adapters_by_weight
     from megatron_wrap.nn.experts.grouped import ExpertAdapter
 
-    adapters, rows = adapters_by_weight(model), {id(rows.base_weight()): rows for rows in token_rows_of([model])}
+    adapters, rows = adapters_by_weight(model), {id(rows.base_weight()): rows for rows in embedding_rows_of([model])}
     folded: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, parameter, index in global_names(model, tied=not arch.untie_embeddings_and_output_weights):
         adapter = adapters.get(id(parameter))

@@ -35,10 +35,10 @@ def _copied(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
     """Parameters that the first and the last stage both have: trained rows of tied embeddings, and embeddings that
     layers for multi-token prediction use."""
     from megatron_wrap.model.gpt_model import BatchFirstGPTModel
-    from megatron_wrap.nn.adapters.embedding_rows import ROWS, token_rows_of
+    from megatron_wrap.nn.adapters.embedding_rows import ROWS, embedding_rows_of
 
     models = [*map(bare_model, chunks)]
-    yield from (rows.get_parameter(ROWS) for rows in token_rows_of(models) if rows.tied_over_stages)
+    yield from (rows.get_parameter(ROWS) for rows in embedding_rows_of(models) if rows.tied_over_stages)
     for model in models:
         weight = model.copied_embedding if isinstance(model, BatchFirstGPTModel) else None
         if weight is not None and weight.requires_grad:

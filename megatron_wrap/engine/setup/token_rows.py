@@ -27,7 +27,7 @@ def add_token_rows(
     Raises:
         ConfigError: an index is not in the vocabulary.
     """
-    from megatron_wrap.nn.adapters.embedding_rows import TokenRows
+    from megatron_wrap.nn.adapters.embedding_rows import EmbeddingRows
     from megatron_wrap.nn.adapters.lora import TRAINED
 
     refuse_unknown_tokens(indices, vocab_size)
@@ -35,8 +35,8 @@ def add_token_rows(
     over_stages = tied and parallel.pp.size > 1
     sequence_parallel = derived.sequence_parallel(config.parallel) and parallel.tp.size > 1
 
-    def rows(weight: torch.Tensor, name: str, is_copy: bool = False) -> TokenRows:
-        return TokenRows(
+    def rows(weight: torch.Tensor, name: str, is_copy: bool = False) -> EmbeddingRows:
+        return EmbeddingRows(
             weight,
             indices[name],
             parallel.tp.rank,

@@ -26,7 +26,7 @@ ROWS = "token_rows"
 """Name of the parameter in its module."""
 
 
-class TokenRows(torch.nn.Module):
+class EmbeddingRows(torch.nn.Module):
     """The trained rows of one vocabulary-parallel weight [V/tp, hidden_size].
 
     Args:
@@ -136,6 +136,6 @@ class TokenRows(torch.nn.Module):
         return {name: replace(entry, key=key, replica_id=(1, *entry.replica_id[1:])) for name, entry in entries.items()}
 
 
-def token_rows_of(chunks: Sequence[torch.nn.Module]) -> list[TokenRows]:
+def embedding_rows_of(chunks: Sequence[torch.nn.Module]) -> list[EmbeddingRows]:
     """The trained rows in a process's model chunks."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TokenRows)]
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, EmbeddingRows)]

@@ -34,8 +34,8 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_wrap.nn.adapters.embedding_rows import token_rows_of
-from megatron_wrap.nn.adapters.matmuls import InputProduct, LayerPart, OutputProduct, assembled
+from megatron_wrap.nn.adapters.embedding_rows import embedding_rows_of
+from megatron_wrap.nn.adapters.matmuls import InputMatmul, LayerPart, OutputMatmul, assembled
 from megatron_wrap.nn.adapters.trained_copies import originals_in_place
 from megatron_wrap.nn.experts.grouped import ExpertAdapter
 
@@ -159,7 +159,7 @@ class LinearAdapter(torch.nn.Module):
         if not inputs.requires_grad or (self.training and self.dropout):
             return inputs, self._times_a(inputs)
         # one function, so that its backward pass adds up both gradients of the inputs
-        both: tuple[Tensor, Tensor] = InputProduct.apply(inputs, self._stacked_a())  # type: ignore[no-untyped-call]
+        both: tuple[Tensor, Tensor] = InputMatmul.apply(inputs, self._stacked_a())  # type: ignore[no-untyped-call]
         return both
 
     def add_to(self, output: Tensor, product: Tensor, bias: Tensor | None) -> Tensor:
@@ -182,7 +182,7 @@ class LinearAdapter(torch.nn.Module):
                 product = reduce_from_tensor_model_parallel_region(product)
         if not self.dora:
             parts, factors = self._parts_of_b()
-            added: Tensor = OutputProduct.apply(output, product, parts, *factors)  # type: ignore[no-untyped-call]
+            added: Tensor = OutputMatmul.apply(output, product, parts, *factors)  # type: ignore[no-untyped-call]
             return added
         added = torch.nn.functional.linear(product, self._whole_b())
         scales = self._scales_of_rows().to(output.dtype)
@@ -279,8 +279,8 @@ class LinearAdapter(torch.nn.Module):
         self._product = None
         if not self.enabled:
             return None
-        taken, self._product = self(inputs[0])
-        return taken, *inputs[1:]
+        of_base, self._product = self(inputs[0])
+        return of_base, *inputs[1:]
 
     def _after_base(self, base: Any, _inputs: tuple[Tensor, ...], output: Any) -> Any:
         product, self._product = self._product, None
@@ -335,7 +335,7 @@ def adapters_by_weight(model: torch.nn.Module) -> dict[int, LinearAdapter | Expe
 def only_adapter(chunks: Sequence[torch.nn.Module], name: str | None) -> Iterator[None]:
     """Within the context the model computes with the adapter called `name`, or without adapter if `name` is None; the
     parameters must be synchronized. Parameters that are trained whole belong to `TRAINED`."""
-    adapters = [*adapters_of(chunks), *token_rows_of(chunks)]
+    adapters = [*adapters_of(chunks), *embedding_rows_of(chunks)]
     before = [adapter.enabled for adapter in adapters]
     for adapter in adapters:
         adapter.enabled = adapter.adapter_name == name

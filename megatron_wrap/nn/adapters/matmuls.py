@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class InputProduct(torch.autograd.Function):
+class InputMatmul(torch.autograd.Function):
     """(inputs, A) -> the inputs for the base, and the adapter's product inputs A^T.
 
     Its backward pass adds the adapter's gradient of the inputs to the base's in place. That memory is the result of the
@@ -49,7 +49,7 @@ class LayerPart:
     scale: float
 
 
-class OutputProduct(torch.autograd.Function):
+class OutputMatmul(torch.autograd.Function):
     """output + product B^T, in the memory of `output`, where B has each scaled part in its rows and columns and is zero
     elsewhere.
 

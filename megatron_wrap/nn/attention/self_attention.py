@@ -205,7 +205,7 @@ class LatentAttention(MLASelfAttention):
             )
 
     def _kernel(self, hidden_states: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-        """`kernels.attention.latent_rotary` if it computes the same as Megatron-Core, else None."""
+        """`kernels.rotary_projections.latent_rotary` if it computes the same as Megatron-Core, else None."""
         config = self.config
         differs = config.rotary_interleaved or config.rotary_percent != 1.0 or config.apply_rope_fusion
         return None if differs else latent_rotary_kernel(hidden_states)

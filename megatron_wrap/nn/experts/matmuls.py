@@ -76,13 +76,13 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         ctx.accumulate, ctx.deferred = accumulate, deferred
-        return _product(rows, weight.transpose(1, 2), ends)
+        return _matmul(rows, weight.transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rows, weight, ends = ctx.saved_tensors
         grad = grads[0].contiguous()
-        of_rows = _product(grad, weight, ends) if ctx.needs_input_grad[0] else None
+        of_rows = _matmul(grad, weight, ends) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return of_rows, None, None, None, None
         compute = partial(_weight_gradient, grad, rows, ends, weight, ctx.accumulate)
@@ -92,7 +92,7 @@ class _GroupedLinear(torch.autograd.Function):
         return of_rows, None, None, None, None
 
 
-def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def _matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Rows [R, K], each times the matrix [K, N] of its expert in [E, K, N]: [R, N]."""
     width = matrices.shape[2]
     if rows.shape[0] == 0:
@@ -101,9 +101,9 @@ def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         rows, matrices = _aligned(rows, 1), _aligned(_aligned(matrices, 1), 2).contiguous()
         return functional.grouped_mm(rows, matrices, offs=ends)[:, :width].contiguous()
     if fills_expert_tiles(rows, matrices):
-        from megatron_wrap.nn.kernels.expert_matmuls import expert_products
+        from megatron_wrap.nn.kernels.expert_matmuls import expert_matmuls
 
-        return expert_products(rows, matrices, ends)
+        return expert_matmuls(rows, matrices, ends)
     return functional.grouped_mm(rows, matrices, offs=ends)
 
 
@@ -111,27 +111,27 @@ def _weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor, weight: Any, accu
     """The gradient [E, out, in] of the weights; if it has been added to `main_grad`, its placeholder."""
     main_grad = getattr(weight, "main_grad", None) if accumulate else None
     if main_grad is None:
-        return _sum_of_products(grad, rows, ends)
+        return _transposed_matmul(grad, rows, ends)
     is_first = takes_first(main_grad)
     if grad.is_cuda and grad.dtype != torch.float32 and has_triton():
         from megatron_wrap.nn.kernels.expert_matmuls import add_weight_gradients
 
         add_weight_gradients(grad, rows, ends, main_grad, overwrite=is_first)
     elif is_first:
-        main_grad.copy_(_sum_of_products(grad, rows, ends))
+        main_grad.copy_(_transposed_matmul(grad, rows, ends))
     else:
-        main_grad.add_(_sum_of_products(grad, rows, ends))
+        main_grad.add_(_transposed_matmul(grad, rows, ends))
     return placeholder(weight)
 
 
-def _sum_of_products(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+def _transposed_matmul(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """grad^T rows of each expert: [R, out] and [R, in] to [E, out, in]."""
     if rows.shape[0] == 0:
         return rows.new_zeros((ends.shape[0], grad.shape[1], rows.shape[1]))
     outputs, inputs = grad.shape[1], rows.shape[1]
-    products = functional.grouped_mm(_aligned(grad, 1).t(), _aligned(rows, 1), offs=ends)
+    result = functional.grouped_mm(_aligned(grad, 1).t(), _aligned(rows, 1), offs=ends)
     # Megatron-Core's all-reduce of a gradient with gaps reduces a copy (tensor_parallel/mappings.py, _reduce)
-    return products[:, :outputs, :inputs].contiguous()
+    return result[:, :outputs, :inputs].contiguous()
 
 
 def _padding(size: int, dtype: torch.dtype) -> int:

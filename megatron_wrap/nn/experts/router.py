@@ -302,7 +302,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        logits = _fp32_product(hidden.reshape(-1, hidden.shape[-1]), weight.t())
+        logits = _fp32_matmul(hidden.reshape(-1, hidden.shape[-1]), weight.t())
         return logits.view(*hidden.shape[:-1], -1)
 
     @staticmethod
@@ -313,7 +313,7 @@ class _Gate(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_hidden = (parts @ torch.cat((weight, weight, weight))).view(hidden.shape)
         if ctx.needs_input_grad[1]:
-            of_parts = _fp32_product(parts.t(), hidden.reshape(-1, hidden.shape[-1]))
+            of_parts = _fp32_matmul(parts.t(), hidden.reshape(-1, hidden.shape[-1]))
             of_weight = of_parts.view(3, *weight.shape).sum(0).to(weight.dtype)
         return of_hidden, of_weight
 
@@ -331,7 +331,7 @@ def _split(values: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _fp32_product(left: Tensor, right: Tensor) -> Tensor:
+def _fp32_matmul(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()  # as in the tests

@@ -19,7 +19,7 @@ TILE_ALIGNMENT_BYTES = 16
 cuTensorMapEncodeTiled)."""
 
 EXPERT_TILE_ROWS, EXPERT_TILE_COLUMNS = 128, 256
-"""Rows and columns of the result that a program of `expert_products` computes at once."""
+"""Rows and columns of the result that a program of `expert_matmuls` computes at once."""
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def can_convolve(rows: Tensor) -> bool:
 
 
 def latent_rotary_kernel(x: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """`attention.latent_rotary.latent_rotary`, if it supports tensors of this dtype and device on this machine."""
+    """`rotary_projections.latent_rotary`, if it supports tensors of this dtype and device on this machine."""
     if not x.is_cuda or x.dtype == torch.float64 or x.numel() == 0 or not has_triton():
         return None
     from megatron_wrap.nn.kernels.rotary_projections import latent_rotary
@@ -70,7 +70,7 @@ def can_load_tiles(matrix: Tensor) -> bool:
 
 
 def fills_expert_tiles(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether `expert_products` supports these matrices on this machine and most of its tiles are full. It is then
+    """Whether `expert_matmuls` supports these matrices on this machine and most of its tiles are full. It is then
     faster than torch's grouped matmul.
 
     Args:
@@ -82,10 +82,10 @@ def fills_expert_tiles(rows: Tensor, matrices: Tensor) -> bool:
         return False
     if rows.shape[0] < EXPERT_TILE_ROWS * experts or min(sizes) < EXPERT_TILE_COLUMNS:  # such as an adapter's rank
         return False
-    stored = matrices if matrices.is_contiguous() else matrices.transpose(1, 2)
-    if not (rows.is_contiguous() and stored.is_contiguous()):
+    contiguous = matrices if matrices.is_contiguous() else matrices.transpose(1, 2)
+    if not (rows.is_contiguous() and contiguous.is_contiguous()):
         return False
-    return can_load_tiles(rows) and can_load_tiles(stored.flatten(0, 1))
+    return can_load_tiles(rows) and can_load_tiles(contiguous.flatten(0, 1))
 
 
 def layer_kernels(device: torch.device, training: bool = True) -> LayerKernels:

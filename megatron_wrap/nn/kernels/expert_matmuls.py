@@ -65,7 +65,7 @@ def _expert_products_kernel(
             store_ragged(results, begin, count, [row, column + half * (block_out // 2)], values)
 
 
-def expert_products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def expert_matmuls(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row by the matrix of its expert, with sums in fp32.
 
     Args:
@@ -79,13 +79,13 @@ def expert_products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     experts, inputs, outputs = matrices.shape
     results = rows.new_empty(rows.shape[0], outputs)
     transposed = not matrices.is_contiguous()
-    stored = matrices.transpose(1, 2) if transposed else matrices
+    contiguous = matrices.transpose(1, 2) if transposed else matrices
     block = [1, EXPERT_TILE_COLUMNS, _IN] if transposed else [1, _IN, EXPERT_TILE_COLUMNS]
     tiles = (triton.cdiv(rows.shape[0], EXPERT_TILE_ROWS) + experts) * triton.cdiv(outputs, EXPERT_TILE_COLUMNS)
     programs = min(tiles, torch.cuda.get_device_properties(rows.device).multi_processor_count)
     _expert_products_kernel[(programs,)](
         create_ragged_descriptor(rows, [EXPERT_TILE_ROWS, _IN]),
-        TensorDescriptor(stored, list(stored.shape), list(stored.stride()), block),
+        TensorDescriptor(contiguous, list(contiguous.shape), list(contiguous.stride()), block),
         ends,
         create_ragged_descriptor(results, [EXPERT_TILE_ROWS, EXPERT_TILE_COLUMNS // 2]),
         *(experts, inputs, outputs),

@@ -30,7 +30,7 @@ class GatheringColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not kwargs["sequence_parallel"]:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        product = _GatheredProduct.apply(input, weight, kwargs["gradient_accumulation_fusion"], kwargs["tp_group"])
+        product = _GatheredMatmul.apply(input, weight, kwargs["gradient_accumulation_fusion"], kwargs["tp_group"])
         return product if kwargs["bias"] is None else product + kwargs["bias"]
 
 
@@ -47,7 +47,7 @@ class ScatteringRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         return output + self.bias, None
 
 
-class _GatheredProduct(torch.autograd.Function):
+class _GatheredMatmul(torch.autograd.Function):
     """Gathered [S / tp, B, in] times weight^T [in, out / tp]: [S, B, out / tp]. The backward pass gathers the input
     again, while it multiplies with the weight, instead of keeping tp times as much, and scatters the input's gradient
     while it computes the weight's, as Megatron-Core's layer does."""
@@ -56,7 +56,7 @@ class _GatheredProduct(torch.autograd.Function):
     def forward(ctx: Any, share: Tensor, weight: Tensor, accumulates: bool, group: Any) -> Tensor:
         ctx.save_for_backward(share, weight)
         ctx.accumulates, ctx.group = accumulates, group
-        return gather_product(share, weight.t(), group, includes_self=False)[1]
+        return gather_matmul(share, weight.t(), group, includes_self=False)[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -67,7 +67,7 @@ class _GatheredProduct(torch.autograd.Function):
         # each addition reads and writes the fp32 buffer; otherwise the rank's own share is copied
         in_parts = main_grad is not None and 2 * weight.shape[0] < share[..., 0].numel()
         inputs = gathering(share, group, includes_self=not in_parts) if for_weight else None
-        of_share = start_product_scatter(grad, weight, group) if for_share else None
+        of_share = start_matmul_scatter(grad, weight, group) if for_share else None
         if inputs is None:
             of_weight = None
         elif main_grad is not None and in_parts:
@@ -89,7 +89,7 @@ class _ScatteredProduct(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, accumulates: bool, group: Any) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.accumulates, ctx.group = accumulates, group
-        return start_product_scatter(inputs, weight.t(), group)()
+        return start_matmul_scatter(inputs, weight.t(), group)()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -97,20 +97,20 @@ class _ScatteredProduct(torch.autograd.Function):
         share, group = grads[0].contiguous(), ctx.group
         main_grad = _main_grad(weight, ctx.accumulates) if ctx.needs_input_grad[1] else None
         if main_grad is None or weight.shape[1] >= _HIDING_COLUMNS * (group.size() - 1):
-            grad, of_inputs = gather_product(share, weight, group, includes_self=True)
+            grad, of_inputs = gather_matmul(share, weight, group, includes_self=True)
             of_weight = _weight_gradient(inputs, grad, weight, ctx.accumulates) if ctx.needs_input_grad[1] else None
             return of_inputs, of_weight, None, None
 
         def add_own(rows: slice) -> None:
             WeightGradients.add(inputs[rows], share, main_grad)
 
-        grad, of_inputs = gather_product(share, weight, group, includes_self=False, meanwhile=add_own)
+        grad, of_inputs = gather_matmul(share, weight, group, includes_self=False, meanwhile=add_own)
         for rows in rows_of_shares(share.shape[0], group)[1:]:
             WeightGradients.add(inputs[rows], grad[rows], main_grad)
         return of_inputs, placeholder(weight), None, None
 
 
-def gather_product(
+def gather_matmul(
     share: Tensor,
     matrix: Tensor,
     group: ProcessGroup,
@@ -150,7 +150,7 @@ def rows_of_shares(length: int, group: ProcessGroup) -> list[slice]:
     return [slice(start, stop), *(slice(*ends) for ends in ((0, start), (stop, end)) if ends[0] < ends[1])]
 
 
-def start_product_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+def start_matmul_scatter(rows: Tensor, matrix: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     """Multiply, and begin to send each other rank its share of the product along the first dimension. The rank's own
     share is multiplied during the transfers.
 

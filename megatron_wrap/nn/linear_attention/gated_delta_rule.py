@@ -318,11 +318,11 @@ def spaced_rows(lengths: tuple[int, ...], before: int, multiple: int, device: to
         lengths: lengths of the sequences of a row, in tokens.
     """
     counts = np.asarray(lengths, dtype=np.int64)
-    taken = before + -(-counts // multiple) * multiple
-    starts = np.cumsum(taken) - taken
+    widths = before + -(-counts // multiple) * multiple
+    starts = np.cumsum(widths) - widths
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     positions = torch.from_numpy(np.repeat(starts + before, counts) + within).to(device)
-    return SpacedRows(int(taken.sum()), positions, tuple(starts.tolist()))
+    return SpacedRows(int(widths.sum()), positions, tuple(starts.tolist()))
 
 
 def check_lengths(tokens: int, lengths: Sequence[int]) -> None:

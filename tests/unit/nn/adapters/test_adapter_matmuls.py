@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_wrap.nn.adapters.matmuls import InputProduct, LayerPart, OutputProduct, assembled
+from megatron_wrap.nn.adapters.matmuls import InputMatmul, LayerPart, OutputMatmul, assembled
 
 ROWS, INPUTS, OUTPUTS = 5, 7, 12
 
@@ -41,8 +41,8 @@ def test_both_products_are_the_plain_formula(strided: bool) -> None:
     expected = base(inputs) + inputs @ a.t() @ dense.t()
     gradients = torch.autograd.grad(expected.sin().sum(), wanted)
 
-    taken, product = InputProduct.apply(inputs, a)
-    actual = OutputProduct.apply(base(taken), product, parts(), *matrices)
+    taken, product = InputMatmul.apply(inputs, a)
+    actual = OutputMatmul.apply(base(taken), product, parts(), *matrices)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(torch.autograd.grad(actual.sin().sum(), wanted), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -51,10 +51,10 @@ def test_both_products_are_the_plain_formula(strided: bool) -> None:
 
 def test_the_sum_takes_no_memory_and_frozen_factors_no_gradient() -> None:
     inputs, output, a, b = tensors([(ROWS, INPUTS), (ROWS, OUTPUTS), (3, INPUTS), (OUTPUTS, 3)], torch.float32)
-    _, product = InputProduct.apply(inputs, a.detach())
+    _, product = InputMatmul.apply(inputs, a.detach())
     base = output * 1
     part = LayerPart(torch.arange(OUTPUTS), slice(0, 3), 2.0)
-    added = OutputProduct.apply(base, product, [part], b.detach())
+    added = OutputMatmul.apply(base, product, [part], b.detach())
     assert added.data_ptr() == base.data_ptr()
     added.sum().backward()
     assert a.grad is None
@@ -76,5 +76,5 @@ def test_a_result_that_a_function_returns_as_it_is_can_be_added_to() -> None:
 
     values, product, b = tensors([(ROWS, OUTPUTS), (ROWS, 3), (OUTPUTS, 3)], torch.float32)
     part = LayerPart(torch.arange(OUTPUTS), slice(0, 3), 1.0)
-    OutputProduct.apply(Same.apply(values * 2), product, [part], b).sum().backward()
+    OutputMatmul.apply(Same.apply(values * 2), product, [part], b).sum().backward()
     assert torch.equal(values.grad, torch.full_like(values, 2))
