@@ -22,7 +22,7 @@ from megatron_wrap.checkpoint.save_load import (
     read_verified,
 )
 from megatron_wrap.checkpoint.strategy import FAILURES
-from megatron_wrap.engine.reference.reference_model import ReferenceModel
+from megatron_wrap.engine.passes.reference_model import ReferenceModel
 from megatron_wrap.engine.state.state import BestEvaluation, Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agreed, on_rank_0

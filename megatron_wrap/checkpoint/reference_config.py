@@ -83,7 +83,7 @@ def add_reference_model(state: TrainingState, reference: RunConfig, tokenizer: A
     Raises:
         ConfigError: its tokenizer is not the run's; or it is to follow the policy, and has another number of rows.
     """
-    from megatron_wrap.engine.setup.build_reference import base_of_policy, build_reference
+    from megatron_wrap.setup.reference_model import base_of_policy, build_reference
 
     config = state.config
     check_tokenizer(config, reference, tokenizer)

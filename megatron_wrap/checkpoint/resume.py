@@ -26,7 +26,7 @@ from megatron_wrap.checkpoint.remote.uploads import Uploads
 from megatron_wrap.checkpoint.save_load import DamagedCheckpoint, load_checkpoint, save_checkpoint
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
+from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.state import BestEvaluation, TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.metrics.phases import SAVE, doing

@@ -37,7 +37,7 @@ from megatron_wrap.config import RunConfig, load_resolved, write_resolved
 from megatron_wrap.config.schema.derived import saves_adapter_alone
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.data.chat.new_tokens import NewTokens
-from megatron_wrap.engine.passes.synchronize_parameters import quantize_parameters, synchronize_parameters
+from megatron_wrap.engine.passes.parameters import quantize_parameters, synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agree, agreed, on_rank_0

@@ -24,10 +24,10 @@ from megatron_wrap.checkpoint.resume import RunCheckpoints
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.run_json import recorded_evaluation
 from megatron_wrap.core.step_reporting import RunRecords
-from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
+from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
-from megatron_wrap.engine.verify import verify_hugging_face
 from megatron_wrap.errors import CheckpointError, ConfigError
+from megatron_wrap.evaluation.verify import verify_hugging_face
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
 

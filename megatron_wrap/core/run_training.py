@@ -12,9 +12,9 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.core.step_reporting import RunRecords
 from megatron_wrap.engine import split_step
 from megatron_wrap.engine.bad_steps import BadStep, refuse_untrained_run
-from megatron_wrap.engine.passes.replicas import refuse_differing_copies
-from megatron_wrap.engine.state.open_step import StepWeights
+from megatron_wrap.engine.passes.parameters import refuse_differing_copies
 from megatron_wrap.engine.state.state import StepReport, TrainingState
+from megatron_wrap.engine.state.step_state import StepWeights
 from megatron_wrap.engine.step import train_step
 from megatron_wrap.errors import CheckpointError, TrainingError
 from megatron_wrap.metrics.number_format import counted

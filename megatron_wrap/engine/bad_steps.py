@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from megatron_wrap.engine.batches.prepared_batch import PreparedBatch
+from megatron_wrap.engine.batches.global_batch import PreparedBatch
 from megatron_wrap.engine.repeat_bad_step import cause_of_non_finite, sample_of_largest_loss
-from megatron_wrap.engine.state.open_step import OpenStep
 from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.engine.state.step_state import OpenStep
 from megatron_wrap.errors import TrainingError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.utils.dist_logger import logger

@@ -12,25 +12,24 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_wrap.engine.batches.micro_batch import MicroBatch, collate
+from megatron_wrap.engine.batches.collation import collate
+from megatron_wrap.engine.batches.global_batch import PreparedBatch
+from megatron_wrap.engine.batches.micro_batch import MicroBatch, pack
 from megatron_wrap.engine.batches.micro_batching import names_by_index, prepared_samples
-from megatron_wrap.engine.batches.packed_rows import pack
-from megatron_wrap.engine.batches.prepared_batch import PreparedBatch
-from megatron_wrap.engine.passes.deferred_reduction import deferred_reduction
 from megatron_wrap.engine.passes.loss import ModelOutput
 from megatron_wrap.engine.passes.non_finite import NonFinite, NonFiniteWatch, non_finite_parameters
+from megatron_wrap.engine.passes.pipeline_schedule import deferred_reduction
 from megatron_wrap.engine.router_losses import reset_router_losses
-from megatron_wrap.engine.state.open_step import OpenStep
-from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.engine.state.step_state import OpenStep, RandomStates
 from megatron_wrap.engine.step_inputs import (
     local_groups,
     localized,
     loss_micro_batches,
     normalized_loss,
     replica_micro_batches,
+    with_statistics,
 )
-from megatron_wrap.engine.step_statistics import with_statistics
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.model.chunks import bare_model

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from megatron_wrap.engine.batches.micro_batch import count_step
 from megatron_wrap.engine.batches.micro_batching import has_step_samples
-from megatron_wrap.engine.passes.deferred_reduction import deferred_reduction
-from megatron_wrap.engine.state.open_step import OpenStep, StepWeights
+from megatron_wrap.engine.passes.pipeline_schedule import deferred_reduction
 from megatron_wrap.engine.state.state import StepReport, TrainingState
+from megatron_wrap.engine.state.step_state import OpenStep, StepWeights
 from megatron_wrap.engine.step import add_gradients, begin_step, check_size, finish_step
-from megatron_wrap.engine.step_inputs import localized, replica_micro_batches
-from megatron_wrap.engine.step_statistics import step_statistics, with_statistics
+from megatron_wrap.engine.step_inputs import localized, replica_micro_batches, step_statistics, with_statistics
 from megatron_wrap.errors import DataError, TrainingError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, phase

@@ -12,14 +12,13 @@ import torch
 
 from megatron_wrap.engine.bad_steps import record_good_step, refuse_or_skip, skip_or_refuse_untrained, spike
 from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, count_step
-from megatron_wrap.engine.passes.metric_reduction import ReducedMetrics, StartedReduction
-from megatron_wrap.engine.passes.synchronize_parameters import parameter_square_sum
+from megatron_wrap.engine.memory import memory_advised
+from megatron_wrap.engine.passes.loss import ReducedMetrics, StartedReduction
+from megatron_wrap.engine.passes.parameters import parameter_square_sum
 from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
-from megatron_wrap.engine.setup.memory_advice import memory_advised
 from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
-from megatron_wrap.engine.state.open_step import OpenStep, StepWeights, Update
-from megatron_wrap.engine.state.random_states import RandomStates
 from megatron_wrap.engine.state.state import StepReport, TrainingState
+from megatron_wrap.engine.state.step_state import OpenStep, RandomStates, StepWeights, Update
 from megatron_wrap.engine.step_inputs import loss_micro_batches, normalized_loss, replica_micro_batches
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.metrics.metric import MetricSums

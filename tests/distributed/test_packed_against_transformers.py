@@ -27,7 +27,7 @@ def packed_logits_and_loss(
     """
     import torch
 
-    from megatron_wrap.engine.batches.context_parallel_shard import PACKED
+    from megatron_wrap.engine.batches.micro_batch import PACKED
     from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
     from megatron_wrap.engine.step_inputs import replica_micro_batches
     from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS

@@ -19,9 +19,9 @@ from megatron_wrap.data.order.bin_packing import (
     rows_of_similar_width,
     split_bins,
 )
-from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, collate
-from megatron_wrap.engine.batches.packed_rows import pack, padded_length
-from megatron_wrap.engine.batches.sample_sharing import micro_batch_indices
+from megatron_wrap.engine.batches.collation import collate
+from megatron_wrap.engine.batches.global_batch import micro_batch_indices
+from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, pack, padded_length
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.number_format import counted

@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.config.schema.derived import global_batch_size_at
 from megatron_wrap.data.order.batching import Cursor
+from megatron_wrap.engine.batches.global_batch import PreparedBatch
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, has_step_samples
-from megatron_wrap.engine.batches.prepared_batch import PreparedBatch
 from megatron_wrap.plan.flops import Flops, forward_flops, training_flops
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from megatron_wrap.config.schema.run import RunConfig
-    from megatron_wrap.engine.batches.context_parallel_shard import Localization
-    from megatron_wrap.engine.batches.sample_sharing import SampleSharing
-    from megatron_wrap.engine.passes.loss import CalculateLoss
-    from megatron_wrap.engine.passes.metric_reduction import MetricReduction
+    from megatron_wrap.engine.batches.global_batch import SampleSharing
+    from megatron_wrap.engine.batches.micro_batch import Localization
+    from megatron_wrap.engine.passes.loss import CalculateLoss, MetricReduction
     from megatron_wrap.engine.passes.pipeline_schedule import PipelineSchedule
+    from megatron_wrap.engine.passes.reference_model import ReferenceModel
     from megatron_wrap.engine.passes.stragglers import Stragglers
-    from megatron_wrap.engine.reference.reference_model import ReferenceModel
-    from megatron_wrap.engine.state.open_step import OpenStep
+    from megatron_wrap.engine.state.step_state import OpenStep
     from megatron_wrap.flow import MegatronWrapTrainingFlowBase
     from megatron_wrap.parallel.state import ParallelState
     from megatron_wrap.plan.model_parts import ModelShape

@@ -28,7 +28,7 @@ _MAX_STACKS = 200_000
 """Largest number of bytes of a process's stacks."""
 _WAITING = (
     *("/torch/distributed/", "/torch/cuda/__init__.py", "/megatron/core/pipeline_parallel/"),
-    *("/megatron/core/distributed/", "/parallel/collectives.py", "/engine/passes/metric_reduction.py"),
+    *("/megatron/core/distributed/", "/parallel/collectives.py", "/platform/base/read_on_host.py"),
 )
 """Parts of the paths of files in whose functions a process waits for others."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')

@@ -175,7 +175,7 @@ def test_a_wrong_weight_table_is_found_although_the_round_trip_is_exact(folder):
     import dataclasses
 
     from megatron_wrap.bridge.families import llama
-    from megatron_wrap.engine.verify import verify_hugging_face
+    from megatron_wrap.evaluation.verify import verify_hugging_face
 
     def exchanged(arch: Any) -> Any:
         table = dict(correct.parameters(arch))
