@@ -49,7 +49,7 @@ def started(folder: Path, *overrides: str) -> MegatronWrap:
 def test_training_is_refused_if_the_model_differs(folder):
     import torch
 
-    from megatron_wrap.engine import verify
+    from megatron_wrap.evaluation import verify
 
     verify.TOLERANCE[torch.float32] = -1.0  # every comparison fails
     with (

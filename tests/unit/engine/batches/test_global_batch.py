@@ -1,5 +1,5 @@
-"""A global batch: when the micro-batches that it carries are used, how a step moves the cursor in the data, and its split
-among replicas. No process group."""
+"""A global batch: when the micro-batches that it carries are used, how a step moves the cursor in the data, and its
+split among replicas. No process group."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_wrap.engine.passes import replicas
+from megatron_wrap.engine.passes import parameters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -15,14 +15,14 @@ def test_the_checksum_is_the_weighted_sum_of_the_words(dtype, monkeypatch):
     octets = values.view(torch.uint8).tolist()
     words = [int.from_bytes(bytes(octets[start : start + 8]), "little") for start in range(0, len(octets), 8)]
     expected = sum((2 * index + 1) * word for index, word in enumerate(words)) % 2**64
-    assert replicas.checksum(values).item() % 2**64 == expected
-    assert replicas.checksum(values.flip(0)) != replicas.checksum(values)
+    assert parameters.checksum(values).item() % 2**64 == expected
+    assert parameters.checksum(values.flip(0)) != replicas.checksum(values)
 
 
 def test_any_changed_bit_changes_it():
     values = torch.randn(64)
-    before = replicas.checksum(values)
+    before = parameters.checksum(values)
     for bit in range(64 * 32):
         values.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
-        assert replicas.checksum(values) != before
+        assert parameters.checksum(values) != before
         values.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
