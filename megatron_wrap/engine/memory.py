@@ -3,13 +3,11 @@ fit into a GPU's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.vocabulary_padding import padded_vocab_size
@@ -50,16 +48,23 @@ def defers_logits(
     return chosen
 
 
-def avoidable_logits_bytes(state: TrainingState) -> int:
+def avoidable_logits_bytes(
+    config: RunConfig, parallel: ParallelState, chunks: Sequence[torch.nn.Module], vocab_size: int
+) -> int:
     """Memory of the logits of a full micro-batch and of their gradient on this process, which linear_cross_entropy
-    would save; 0: they are not stored here, or the model needs them."""
+    would save; 0: they are not stored here, or the model needs them.
+
+    Args:
+        chunks: this process's model chunks, in Megatron-Core's wrappers.
+        vocab_size: of the model, without padding.
+    """
     from megatron_wrap.model.gpt_model import BatchFirstGPTModel
 
-    config, parallel, last = state.config, state.parallel, bare_model(state.chunks[-1])
+    last = bare_model(chunks[-1])
     is_stored = not (isinstance(last, BatchFirstGPTModel) and last.defers_logits)
     if not (parallel.is_last_stage and is_stored) or obstacle(config) is not None:
         return 0
-    return 2 * logits_bytes(config, parallel, state.shape.vocab_size)
+    return 2 * logits_bytes(config, parallel, vocab_size)
 
 
 def logits_bytes(config: RunConfig, parallel: ParallelState, vocab_size: int) -> int:
@@ -80,29 +85,22 @@ def obstacle(config: RunConfig) -> str | None:
     return None
 
 
-@contextmanager
-def memory_advised(state: TrainingState) -> Iterator[None]:
-    """Context that adds to a torch.OutOfMemoryError a list of changes, cheapest first."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(f"{error}\n{memory_advice(state)}") from error
-
-
-def memory_advice(state: TrainingState) -> str:
-    """Lines about keys that lower the memory of a step, cheapest first, with the saving or cost of each."""
-    config, parallel, tokens = state.config, state.parallel, state.config.train.max_tokens_per_micro_batch
-    paths, lines = SECTION_PATHS, []
-    size = avoidable_logits_bytes(state) / 2**30
+def memory_advice(
+    config: RunConfig, parallel: ParallelState, chunks: Sequence[torch.nn.Module], vocab_size: int
+) -> str:
+    """Lines about keys that lower the memory of a step, cheapest first, with the saving or cost of each; arguments of
+    `avoidable_logits_bytes`."""
+    tokens, paths, lines = config.train.max_tokens_per_micro_batch, SECTION_PATHS, []
+    size = avoidable_logits_bytes(config, parallel, chunks, vocab_size) / 2**30
     if size:
         lines.append(f"{KEY}: true (the logits of a micro-batch and their gradient, {size:.3g} GiB, are not stored)")
     if parallel.dp.size > 1 and not config.optimizer.use_distributed_optimizer:
         lines.append(f"{paths['optimizer']}.use_distributed_optimizer: true (replicas share the optimizer's state)")
     if tokens is not None:
-        lines.append(f"{paths['train']}.max_tokens_per_micro_batch: less than {tokens} (smaller products)")
+        lines.append(f"{paths['train']}.max_tokens_per_micro_batch: less than {tokens} (smaller matmuls)")
     elif config.train.micro_batch_size > 1:
         count = config.train.micro_batch_size
-        lines.append(f"{paths['train']}.micro_batch_size: less than {count} (the same steps, smaller products)")
+        lines.append(f"{paths['train']}.micro_batch_size: less than {count} (the same steps, smaller matmuls)")
     if config.recompute.recompute_granularity != "full":
         lines.append(f"{paths['recompute']}.__select__: full (the backward pass computes activations again)")
     lines.append("more tensor, pipeline or context parallelism, or a shorter seq_length")

@@ -17,16 +17,16 @@ from megatron_wrap.engine.batches.micro_batch import NOISE, MicroBatch, ReplicaM
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, names_by_index, prepared_samples, split_batch
 from megatron_wrap.engine.passes.loss import NormalizedLoss
 from megatron_wrap.engine.passes.reference_model import with_reference_outputs
-from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.base import STEP_PREFIX
-from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
+from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS, RoutingShape
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.model.random_numbers import key_of
 from megatron_wrap.parallel.collectives import broadcast_on, gather_objects, reduce_in_place
+from megatron_wrap.parallel.state import Axis, ParallelState
 
 
 def replica_micro_batches(state: TrainingState, batch: Sequence[Any], start: int = 0) -> ReplicaMicroBatches:
@@ -41,11 +41,11 @@ def replica_micro_batches(state: TrainingState, batch: Sequence[Any], start: int
     if isinstance(batch, PreparedBatch):
         carried = batch.micro_batches(batch_key(state.micro_batching, seed, state.parallel.dp))
         if carried is not None:
-            refuse_without_routing(state, carried.training, ("R2", "R3"))
+            refuse_without_routing(state.flow.context.routing, carried.training, ("R2", "R3"))
             return carried
     with phase(DATA):
-        micro_batches = split(state, batch, state.micro_batching, seed)
-    refuse_without_routing(state, micro_batches.training, ("R2", "R3"))
+        micro_batches = split(state.flow, state.prepare_sample, batch, state.micro_batching, seed, state.parallel.dp)
+    refuse_without_routing(state.flow.context.routing, micro_batches.training, ("R2", "R3"))
     if not start:
         return micro_batches
     moved = [
@@ -56,21 +56,23 @@ def replica_micro_batches(state: TrainingState, batch: Sequence[Any], start: int
 
 
 def split(
-    state: TrainingState,
+    flow: MegatronWrapTrainingFlowBase,
+    prepare_sample: Callable[[Any], Any],
     batch: Sequence[Any],
     micro_batching: MicroBatching,
     seed: int,
+    dp: Axis,
     name_of: Callable[[int], str] | None = None,
 ) -> ReplicaMicroBatches:
     """`split_batch` for samples as they were read; without `name_of`, messages name them by their index."""
     name_of = name_of or names_by_index(batch)
-    prepared = prepared_samples(state.prepare_sample, batch, name_of)
-    return split_batch(state.flow, len(batch), prepared, micro_batching, seed, state.parallel.dp, name_of)
+    prepared = prepared_samples(prepare_sample, batch, name_of)
+    return split_batch(flow, len(batch), prepared, micro_batching, seed, dp, name_of)
 
 
 def loss_micro_batches(
     state: TrainingState, micro_batches: ReplicaMicroBatches, num_samples: int, equal_rows: bool = False
-) -> list[list[MicroBatch]]:
+) -> tuple[list[list[MicroBatch]], dict[str, Tensor]]:
     """This process's part of the micro-batches as the loss takes them: with the outputs of the reference model and the
     statistics of the whole step. Collective.
 
@@ -79,27 +81,20 @@ def loss_micro_batches(
         equal_rows: form runs of the schedule with the same number of rows, as `equal_runs` does; False: one run.
 
     Returns:
-        The micro-batches of each run of the schedule.
+        The micro-batches of each run of the schedule; the statistics, which they contain.
     """
-    groups, statistics = local_groups(state, micro_batches, num_samples, equal_rows)
-    return [with_statistics(group, statistics) for group in groups]
-
-
-def local_groups(
-    state: TrainingState, micro_batches: ReplicaMicroBatches, num_samples: int, equal_rows: bool = False
-) -> tuple[list[list[MicroBatch]], dict[str, Tensor]]:
-    """The micro-batches of `loss_micro_batches` before they get the statistics of the whole step, and these statistics.
-    Arguments as of `loss_micro_batches`. Collective."""
+    multiple = state.micro_batching.num_microbatches_multiple
 
     def runs(of_replica: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
         one_run = [of_replica] if of_replica else []
-        return [localized(state, run) for run in (equal_runs(state, of_replica) if equal_rows else one_run)]
+        return [localized(state, run) for run in (equal_runs(of_replica, multiple) if equal_rows else one_run)]
 
     groups = runs(micro_batches.training)
     if state.flow.step_values_from is None:
         return groups, {}
     sources = runs(micro_batches.statistics) or groups
-    return groups, step_statistics(state, micro_batches.training, sources, num_samples)
+    statistics = step_statistics(state, micro_batches.training, sources, num_samples)
+    return [with_statistics(group, statistics) for group in groups], statistics
 
 
 def normalized_loss(
@@ -126,9 +121,14 @@ def normalized_loss(
     )
 
 
-def refuse_without_routing(state: TrainingState, micro_batches: Sequence[MicroBatch], modes: Sequence[str]) -> None:
-    """Raise a DataError if `router_replay` is one of `modes` and samples contain no routing."""
-    routing = state.flow.context.routing
+def refuse_without_routing(
+    routing: RoutingShape | None, micro_batches: Sequence[MicroBatch], modes: Sequence[str]
+) -> None:
+    """Raise a DataError if `router_replay` is one of `modes` and samples contain no routing.
+
+    Args:
+        routing: of the flow's context; None without `router_replay`.
+    """
     if routing is None or routing.mode not in modes:
         return
     if all(ROUTED_EXPERTS in micro_batch.model_inputs for micro_batch in micro_batches):
@@ -144,22 +144,22 @@ def localized(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> list
     """This process's part of micro-batches, with the reference model's outputs. Collective."""
     local = state.localization.localize(micro_batches, state.extra_padding)
     if state.config.train.neftune_noise_alpha is not None:
-        local = [_with_noise_of_step(state, micro_batch) for micro_batch in local]
+        key = key_of(state.config.train.seed, f"embedding noise {state.progress.iteration}")
+        local = [_with_noise(micro_batch, key) for micro_batch in local]
     if state.reference is None:
         return local
     return with_reference_outputs(state.reference, state.flow, state.pipeline_schedule, local)
 
 
-def _with_noise_of_step(state: TrainingState, micro_batch: MicroBatch) -> MicroBatch:
-    key = key_of(state.config.train.seed, f"embedding noise {state.progress.iteration}")
-    noise = replace(micro_batch.model_inputs[NOISE], step_key=key)
+def _with_noise(micro_batch: MicroBatch, step_key: int) -> MicroBatch:
+    """The micro-batch with the noise of the step."""
+    noise = replace(micro_batch.model_inputs[NOISE], step_key=step_key)
     return replace(micro_batch, model_inputs={**micro_batch.model_inputs, NOISE: noise})
 
 
-def equal_runs(state: TrainingState, micro_batches: Sequence[MicroBatch]) -> Iterator[list[MicroBatch]]:
+def equal_runs(micro_batches: Sequence[MicroBatch], multiple: int) -> Iterator[list[MicroBatch]]:
     """The micro-batches in runs of the schedule with the same number of rows; fillers, which are not counted, complete
     a run to the multiple that an interleaved pipeline takes."""
-    multiple = state.micro_batching.num_microbatches_multiple
     for _, same_size in groupby(micro_batches, key=lambda micro_batch: micro_batch.num_rows):
         run = list(same_size)
         run += [replace(run[-1], counted=False)] * (-len(run) % multiple)
@@ -192,12 +192,24 @@ def step_statistics(
         FlowError: a method of the flow breaks its contract. DataError: the flow refuses the samples.
     """
     flow, parallel, device = state.flow, state.parallel, state.platform.device
-    values = _reduced_facts(state, training, num_samples)
-    with evaluation_mode(state):
-        rows = _rows(state, groups)
+    values = _reduced_facts(flow, training, num_samples, parallel)
+    with state.evaluation_mode():
+        if flow.step_values_from == "inputs":
+            local = [micro_batch for group in groups for micro_batch in group] if parallel.is_last_stage else []
+            rows = [flow.calculate_step_values(micro_batch.loss_inputs, None) for micro_batch in local]
+        else:
+            rows = [
+                row
+                for group in groups
+                for row in state.pipeline_schedule.forward(
+                    state.chunks,
+                    list(group),
+                    lambda micro_batch, output: flow.calculate_step_values(micro_batch.loss_inputs, output),
+                )
+            ]
         if not parallel.is_last_stage:
             return {}
-        values = _gathered_rows(state, groups, rows, num_samples) | {
+        values = _gathered_rows(flow, groups, rows, num_samples, parallel, device) | {
             name: value.to(device) for name, value in values.items()
         }
         reduced = flow.reduce_step_values(values)
@@ -223,50 +235,38 @@ def with_statistics(micro_batches: Sequence[MicroBatch], statistics: Mapping[str
     return completed
 
 
-def _reduced_facts(state: TrainingState, training: Sequence[MicroBatch], num_samples: int) -> dict[str, Tensor]:
+def _reduced_facts(
+    flow: MegatronWrapTrainingFlowBase, training: Sequence[MicroBatch], num_samples: int, parallel: ParallelState
+) -> dict[str, Tensor]:
     """The flow's `reduce_sample_facts` of all samples of the global batch, the same on every rank. Collective over
     replicas."""
-    flow = state.flow
     if type(flow).get_sample_facts is MegatronWrapTrainingFlowBase.get_sample_facts:
         return {}
     by_index: dict[int, object] = {}
     for micro_batch in training:
         by_index.update(zip(micro_batch.sample_indices, micro_batch.sample_facts, strict=True))
-    if state.parallel.dp.size > 1:
-        for of_replica in gather_objects(by_index, state.parallel.dp_on_host):
+    if parallel.dp.size > 1:
+        for of_replica in gather_objects(by_index, parallel.dp_on_host):
             by_index |= of_replica
     return flow.reduce_sample_facts([by_index[index] for index in range(num_samples)])
 
 
-def _rows(state: TrainingState, groups: Sequence[Sequence[MicroBatch]]) -> list[dict[str, Tensor]]:
-    """The results of the flow's `calculate_step_values` for each micro-batch, on the last pipeline stage."""
-    flow = state.flow
-    if flow.step_values_from == "inputs":
-        local = [micro_batch for group in groups for micro_batch in group] if state.parallel.is_last_stage else []
-        return [flow.calculate_step_values(micro_batch.loss_inputs, None) for micro_batch in local]
-
-    def rows_of(micro_batch: MicroBatch, output: Tensor) -> dict[str, Tensor]:
-        return flow.calculate_step_values(micro_batch.loss_inputs, output)
-
-    of_groups = [state.pipeline_schedule.forward(state.chunks, list(group), rows_of) for group in groups]
-    return [rows for of_group in of_groups for rows in of_group]
-
-
 def _gathered_rows(
-    state: TrainingState,
+    flow: MegatronWrapTrainingFlowBase,
     groups: Sequence[Sequence[MicroBatch]],
     rows: Sequence[Mapping[str, Tensor]],
     num_samples: int,
+    parallel: ParallelState,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Name -> the rows of all samples of the global batch, [N] or [N, K] in fp32, bit for bit the same on all ranks, so
     that a sort of close values is as well. Collective over the last pipeline stage."""
-    flow, parallel = state.flow, state.parallel
     names = sorted(rows[0])
     if not names:  # a flow of facts alone
         return {}
     shapes = {name: rows[0][name].shape[1:] for name in names}
     widths = [shape.numel() for shape in shapes.values()]
-    table = torch.zeros(num_samples, sum(widths), device=state.platform.device)
+    table = torch.zeros(num_samples, sum(widths), device=device)
     micro_batches = [micro_batch for group in groups for micro_batch in group]
     for micro_batch, named in zip(micro_batches, rows, strict=True):
         if micro_batch.counted:

@@ -14,7 +14,6 @@ from megatron_wrap.data.order.sample_sets import SampleSet
 from megatron_wrap.engine.batches.global_batch import rows_in_order
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
 from megatron_wrap.engine.passes.parameters import synchronize_parameters
-from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.engine.step_inputs import (
     equal_runs,
@@ -49,13 +48,17 @@ def evaluate(state: TrainingState, name: str, samples: Sequence[Any] | None) -> 
         raise DataError(f"wrap.evaluate: the set {name!r} is empty")
     name_of = samples.where if isinstance(samples, SampleSet) else None
     sums, seed = MetricSums(state.platform.device), state.config.train.seed
-    with evaluation_mode(state):
+    with state.evaluation_mode():
         for start, batch in _batches(state, samples):
-            micro_batches = split(state, batch, state.micro_batching, seed + start, _names(name_of, start))
+            micro_batches = split(
+                *(state.flow, state.prepare_sample, batch, state.micro_batching, seed + start, state.parallel.dp),
+                _names(name_of, start),
+            )
             # the weight of the batch is not needed: the sums and weights of all batches are reduced at the end
             step_weights = dict.fromkeys(micro_batches.training[0].weights, 1.0)
             loss = normalized_loss(state, step_weights, len(micro_batches.training), sums)
-            for run in loss_micro_batches(state, micro_batches, len(batch), equal_rows=True):
+            runs, _ = loss_micro_batches(state, micro_batches, len(batch), equal_rows=True)
+            for run in runs:
                 state.pipeline_schedule.forward(state.chunks, run, loss, with_predictions=True)
     reduced = state.reduction.start(sums, f"evaluate({name})").finish()
     return {"loss": reduced.loss, **reduced.flow_metrics}
@@ -102,13 +105,13 @@ def forward(
     flow, parallel, seed = state.flow, state.parallel, state.config.train.seed
     outputs = partial(_outputs, flow, parallel.cp.group)
     results: list[dict[str, Tensor]] = []
-    with evaluation_mode(state):
+    with state.evaluation_mode():
         for start, batch in _batches(state, samples):
-            by_samples = state.micro_batching.by_samples()
-            micro_batches = split(state, batch, by_samples, seed + start, _names(name_of, start))
-            refuse_without_routing(state, micro_batches.training, ("R3",))
+            by_samples, names = state.micro_batching.by_samples(), _names(name_of, start)
+            micro_batches = split(flow, state.prepare_sample, batch, by_samples, seed + start, parallel.dp, names)
+            refuse_without_routing(flow.context.routing, micro_batches.training, ("R3",))
             rows: list[dict[str, Tensor]] = []
-            for run in equal_runs(state, micro_batches.training):
+            for run in equal_runs(micro_batches.training, by_samples.num_microbatches_multiple):
                 local = state.localization.localize(run, state.extra_padding)
                 rows += _rows(state, local, outputs)
             results += rows_in_order(rows, len(batch), flow.micro_batch_size, parallel)

@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_wrap.engine.batches.collation import of_token_ids
 from megatron_wrap.engine.batches.global_batch import rows_in_order
 from megatron_wrap.engine.batches.micro_batch import MicroBatch
-from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.ops.deferred_logits import whole_logits
 from megatron_wrap.ops.log_probs import token_log_probs
@@ -67,7 +66,7 @@ def score_continuations(
             rows.append((index, Score(float(values.double().sum()), bool(are_greedy.all()))))
         return rows
 
-    with evaluation_mode(state), WorkProgress("scoring", len(sequences), "sequence") as progress:
+    with state.evaluation_mode(), WorkProgress("scoring", len(sequences), "sequence") as progress:
         for start in range(0, len(batches), parallel.dp.size * in_flight):
             group = batches[start : start + parallel.dp.size * in_flight]
             num_microbatches = -(-len(group) // (parallel.dp.size * multiple)) * multiple
@@ -118,7 +117,7 @@ def sequence_logits(state: TrainingState, sequences: Sequence[Sequence[int]]) ->
         return merged[0, : micro_batch.width].cpu()
 
     rows: list[Tensor] = []
-    with evaluation_mode(state):
+    with state.evaluation_mode():
         # one sequence per replica at a time; a replica without one runs a filler, and an interleaved pipeline needs a
         # multiple of its group size (schedules.py, forward_backward_pipelining_with_interleaving)
         for first in range(0, len(sequences), parallel.dp.size):

@@ -13,7 +13,6 @@ from megatron_wrap.config.hugging_face import read_generation_config, resolve_fo
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.model import ArchConfig
 from megatron_wrap.data.chat.prompts import prompt_text, prompt_token_ids
-from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import ConfigError, DataError
 from megatron_wrap.generation.cached_model import CachedModel
@@ -137,7 +136,7 @@ def generate(
     limit = _position_limit(state.config.arch, state.config.train.seq_length)
     _check_lengths(rows, max_new_tokens, limit)
     finished: list[_Row] = []
-    with evaluation_mode(state), whole_sequences(state.chunks):
+    with state.evaluation_mode(), whole_sequences(state.chunks):
         for batch in _batches(rows, state.parallel.dp.size * batch_size):
             finished += _complete(state, batch, rule, ends, log_probs, on_tokens)
             if progress is not None:

@@ -239,5 +239,5 @@ def build_step_profiler(state: TrainingState, output_dir: Path) -> StepProfiler 
         Path(config.profile.output_dir) if config.profile.output_dir else output_dir / "profile",
         run=run,
         flops=state.step_flops,
-        avoidable_logits_bytes=avoidable_logits_bytes(state),
+        avoidable_logits_bytes=avoidable_logits_bytes(config, parallel, state.chunks, state.shape.vocab_size),
     )

@@ -150,6 +150,28 @@ def micro_batching_of(
     )
 
 
+def check_parts(sizes: Sequence[int], rule: MicroBatching, micro_batch_size: int, dp_size: int) -> None:
+    """Raise a DataError if a part of a step cannot be split into micro-batches of one size or, for an interleaved
+    pipeline, into a multiple of its stages.
+
+    Args:
+        sizes: samples of each part, over all replicas.
+        rule: the rule of the run.
+    """
+    if rule.capacity is not None:
+        return
+    multiple = rule.num_microbatches_multiple
+    unit = micro_batch_size * dp_size * multiple
+    for number, size in enumerate(sizes, 1):
+        if size % unit:
+            of_pipeline = f" x {multiple} of the interleaved pipeline" if multiple > 1 else ""
+            raise DataError(
+                f"wrap.count_weights: part {number} has {counted(size, 'sample')}, which is not a multiple of {unit} "
+                f"(micro_batch_size {micro_batch_size} x data-parallel size {dp_size}{of_pipeline}); split the batch "
+                "at other samples"
+            )
+
+
 def split_batch(
     flow: MegatronWrapTrainingFlowBase,
     num_samples: int,

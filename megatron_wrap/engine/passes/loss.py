@@ -15,6 +15,7 @@ Metrics are reduced in one all-reduce, and one more if a flow reports extremes.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -96,17 +97,17 @@ class NormalizedLoss:
         weight = next(iter(terms.values())).weight
         if predictions:
             metrics = self._with_predictions(terms, metrics, micro_batch, predictions)
-        coefficients = loss_coefficients(self.flow)
         total: Tensor | None = None
+        summed: dict[str, Any] = {}
         for name, term in terms.items():
-            self.sums.add({OBJECTIVE + name: (term.loss_sum, term.weight / self.cp_size)}, weight=0.0)
+            summed[OBJECTIVE + name] = (term.loss_sum, term.weight / self.cp_size)
             if torch.is_grad_enabled() and not term.loss_sum.requires_grad:
                 self._check_detached(term.loss_sum, name)
             elif term.step_weight:
                 factor = self.num_microbatches * self.dp_size * self.cp_size / term.step_weight
-                scaled = term.loss_sum * (factor * coefficients.get(name, 1.0))
+                scaled = term.loss_sum * (factor * self._coefficients.get(name, 1.0))
                 total = scaled if total is None else total + scaled
-        self.sums.add(metrics, weight=weight)
+        self.sums.add({**summed, **metrics}, weight=weight)
         if total is None:
             return _zero_loss(logits, *predictions)
         without_weight = [
@@ -116,6 +117,10 @@ class NormalizedLoss:
         ]
         # their layers also take part in the backward pass, for its collectives
         return total + _zero_loss(*without_weight) if without_weight else total
+
+    @functools.cached_property
+    def _coefficients(self) -> dict[str, float]:
+        return loss_coefficients(self.flow)
 
     @property
     def _prediction_terms(self) -> tuple[str, ...]:
@@ -144,8 +149,7 @@ class NormalizedLoss:
         only_term = micro_batch.has_explicit_weight and micro_batch.weights.keys() == {DEFAULT_TERM}
         if not (self.factor_is_known and only_term and self.step_weights[DEFAULT_TERM]):
             return None
-        coefficient = self.flow.get_loss_coefficients().get(DEFAULT_TERM, 1.0)
-        return coefficient / self.step_weights[DEFAULT_TERM]
+        return self._coefficients.get(DEFAULT_TERM, 1.0) / self.step_weights[DEFAULT_TERM]
 
     def _terms(self, returned: Any, micro_batch: MicroBatch) -> tuple[dict[str, _Term], Mapping[str, Any]]:
         name = f"{type(self.flow).__name__}.calculate_loss"

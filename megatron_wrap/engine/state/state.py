@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megatron_wrap.config.schema.derived import global_batch_size_at
 from megatron_wrap.data.order.batching import Cursor
 from megatron_wrap.engine.batches.global_batch import PreparedBatch
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, has_step_samples
 from megatron_wrap.plan.flops import Flops, forward_flops, training_flops
+from megatron_wrap.platform.megatron_core.generation import without_fp8
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -192,6 +196,28 @@ class TrainingState:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Context without dropout, graph and FP8, for forward passes between steps. With `overlap_param_gather` the
+        parameters are gathered first, because in training the forward pass gathers them. A nested use changes
+        nothing."""
+        if not self.chunks[0].training:
+            yield
+            return
+        overlapped = self.config.ddp.overlap_param_gather and self.optimizer is not None
+        for chunk in self.chunks:
+            chunk.eval()
+            if overlapped:
+                chunk.disable_forward_pre_hook(param_sync=True)
+        try:
+            with torch.no_grad(), without_fp8(self.chunks) if self.transformer_config.fp8 else nullcontext():
+                yield
+        finally:
+            for chunk in self.chunks:
+                chunk.train()
+                if overlapped:
+                    chunk.enable_forward_pre_hook()
 
     @property
     def global_batch_size(self) -> int:
