@@ -21,7 +21,7 @@ from megatron_wrap.core.validation.samples import data_warnings
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.model.chunks import remove_gather_hooks
 from megatron_wrap.parallel.state import ParallelState
-from megatron_wrap.parallel.watch.interrupts import InterruptWatch
+from megatron_wrap.parallel.watch.ending import InterruptWatch
 from megatron_wrap.parallel.watch.stop_requests import StopRequests
 from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.platform.megatron_core.graphs import delete_graphs

@@ -13,8 +13,7 @@ from megatron_wrap.core.step_reporting import RunRecords
 from megatron_wrap.engine import step
 from megatron_wrap.engine.bad_steps import BadStep, refuse_untrained_run
 from megatron_wrap.engine.passes.parameters import refuse_differing_copies
-from megatron_wrap.engine.state.state import StepReport, TrainingState
-from megatron_wrap.engine.state.step_state import StepWeights
+from megatron_wrap.engine.state.state import StepReport, StepWeights, TrainingState
 from megatron_wrap.errors import CheckpointError, TrainingError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel.collectives import gather_objects

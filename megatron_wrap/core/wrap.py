@@ -36,13 +36,12 @@ if TYPE_CHECKING:
     from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
     from megatron_wrap.core.run import Run
     from megatron_wrap.core.run_training import RunTraining
-    from megatron_wrap.engine.state.state import TrainingState
-    from megatron_wrap.engine.state.step_state import StepWeights
+    from megatron_wrap.engine.state.state import StepWeights, TrainingState
     from megatron_wrap.generation.generate import Completion
     from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
+    from megatron_wrap.parallel.watch.ending import InterruptWatch
     from megatron_wrap.parallel.watch.heartbeat import Heartbeat
-    from megatron_wrap.parallel.watch.interrupts import InterruptWatch
 
 
 class MegatronWrap:

@@ -26,8 +26,7 @@ from megatron_wrap.engine.passes.loss import ModelOutput
 from megatron_wrap.engine.passes.non_finite import NonFinite, NonFiniteWatch, non_finite_parameters
 from megatron_wrap.engine.passes.pipeline_schedule import deferred_reduction
 from megatron_wrap.engine.router_losses import reset_router_losses
-from megatron_wrap.engine.state.state import Progress, TrainingState
-from megatron_wrap.engine.state.step_state import OpenStep, RandomStates
+from megatron_wrap.engine.state.state import OpenStep, Progress, RandomStates, TrainingState
 from megatron_wrap.engine.step_inputs import (
     localized,
     loss_micro_batches,

@@ -21,8 +21,7 @@ from megatron_wrap.engine.passes.loss import ReducedMetrics
 from megatron_wrap.engine.passes.parameters import parameter_square_sum
 from megatron_wrap.engine.passes.pipeline_schedule import deferred_reduction
 from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
-from megatron_wrap.engine.state.state import StepReport, TrainingState
-from megatron_wrap.engine.state.step_state import OpenStep, RandomStates, StepWeights, Update
+from megatron_wrap.engine.state.state import OpenStep, RandomStates, StepReport, StepWeights, TrainingState, Update
 from megatron_wrap.engine.step_inputs import (
     localized,
     loss_micro_batches,

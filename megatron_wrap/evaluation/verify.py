@@ -30,7 +30,7 @@ from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.model.transformer_config import parameter_dtype
 from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.collectives import broadcast_object, gather_objects, gather_tensors
-from megatron_wrap.platform.base.hidden_packages import GPU_KERNELS, without_packages
+from megatron_wrap.platform.base.machine import GPU_KERNELS, without_packages
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Model dtype -> largest absolute difference allowed, divided by the tensor's largest absolute value (at least 1)."""

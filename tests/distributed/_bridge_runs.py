@@ -90,7 +90,7 @@ def make_folder(
     import torch
     import transformers
 
-    from megatron_wrap.platform.base.hidden_packages import GPU_KERNELS, without_packages
+    from megatron_wrap.platform.base.machine import GPU_KERNELS, without_packages
 
     class_name, settings = FAMILIES[name]
     with without_packages(GPU_KERNELS):
@@ -242,7 +242,7 @@ def transformers_model(folder: Path, **arguments: Any) -> Any:
     import torch
     import transformers
 
-    from megatron_wrap.platform.base.hidden_packages import GPU_KERNELS, without_packages
+    from megatron_wrap.platform.base.machine import GPU_KERNELS, without_packages
 
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
     with without_packages(GPU_KERNELS):

@@ -1,4 +1,4 @@
-"""Contradictions between FP8 settings and the rest of a run; those with the GPU: `platform/gpu/fp8_requirements.py`."""
+"""Contradictions between FP8 settings and the rest of a run; those with the GPU: `platform/gpu/platform.py`."""
 
 from collections.abc import Iterator
 

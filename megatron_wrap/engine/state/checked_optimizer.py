@@ -12,7 +12,7 @@ from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor
 
-from megatron_wrap.engine.state.step_state import Update
+from megatron_wrap.engine.state.state import Update
 from megatron_wrap.nn.kernels.available import has_triton
 from megatron_wrap.parallel.collectives import reduce_in_place
 from megatron_wrap.platform.megatron_core.adam import GroupStepAdam, model_copies, without_model_copies

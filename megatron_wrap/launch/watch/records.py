@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.parallel.watch import flight_recorder
-from megatron_wrap.parallel.watch.ending import ENDING
+from megatron_wrap.parallel.watch.ending import ENDING, INTERRUPTED, RESUME
 from megatron_wrap.parallel.watch.heartbeat import COLLECTIVES_REQUEST, HEARTBEAT, STACKS, STACKS_SIGNAL
-from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import process_state
 
 FLIGHT_RECORDER = "flight_recorder"
