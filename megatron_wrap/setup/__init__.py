@@ -1,1 +1,1 @@
-"""Builds the state of a run from its configuration."""
+"""The objects of a run, built from its configuration."""

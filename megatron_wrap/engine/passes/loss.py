@@ -5,7 +5,7 @@
 with both sums over all micro-batches and ranks of the step. Megatron-Core divides the loss of a three-value return by
 its number of tokens and by the number of micro-batches (`forward_step_calc_loss`,
 megatron/core/pipeline_parallel/schedules.py), and the loss is averaged over data- and context-parallel ranks
-(setup/build.py). The weight W of the whole step is known before the forward pass, so each micro-batch returns
+(setup/model_chunks.py). The weight W of the whole step is known before the forward pass, so each micro-batch returns
 `loss_sum * num_microbatches * dp * cp / W` with a token count of one; after these divisions its contribution is exactly
 loss_sum / W. Megatron-Core's `calculate_per_token_loss` stays off, because its versions then scale auxiliary losses
 differently.

@@ -57,7 +57,7 @@ def parameter_square_sum(chunks: Sequence[Any], parallel: ParallelState, device:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for chunk in chunks:
         for parameter in chunk.parameters():
-            if not getattr(parameter, "allreduce", True):  # an expert's; see build.py
+            if not getattr(parameter, "allreduce", True):  # an expert's; see setup/model_chunks.py
                 counts = parallel.expert_dp.rank == 0
             else:
                 is_slice = getattr(parameter, "tensor_model_parallel", False)
