@@ -101,7 +101,7 @@ def test_a_model_is_built_without_searches_for_reference_cycles(monkeypatch):
         assert not gc.isenabled()
         raise FlowError("no model")
 
-    monkeypatch.setattr("megatron_wrap.setup.build.MegatronModelProviderEntry.get_provider", lambda _: provider)
+    monkeypatch.setattr("megatron_wrap.setup.model_chunks.MegatronModelProviderEntry.get_provider", lambda _: provider)
     with pytest.raises(FlowError, match="no model"), started():
         pass
     assert gc.isenabled()
