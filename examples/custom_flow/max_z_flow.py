@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_wrap.core.flow import LossOutput, MegatronWrapGPTModelSFTFlow
+from megatron_wrap.flow.contract.base import LossOutput
+from megatron_wrap.flow.sft import MegatronWrapGPTModelSFTFlow
 from megatron_wrap.ops.log_probs import token_log_probs, vocabulary_max
 
 

@@ -7,10 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_wrap.bridge.adapters.trained_parameters import trained_shape
-from megatron_wrap.checkpoint.content import layout_facts
-from megatron_wrap.checkpoint.precheck import starting_checkpoint
-from megatron_wrap.checkpoint.saved_run import read_saved_run
-from megatron_wrap.bridge.export.frozen import trained_shape
 from megatron_wrap.checkpoint.saved_run import read_saved_run, starting_checkpoint
 from megatron_wrap.checkpoint.saved_tensors import layout_record
 from megatron_wrap.config import RunConfig

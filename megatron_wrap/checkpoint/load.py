@@ -25,8 +25,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_wrap.bridge.adapters.peft_folder import other_adapters
-from megatron_wrap.bridge.export.model_card import training_record
 from megatron_wrap.bridge.loading.load_weights import fill_new_rows
 from megatron_wrap.checkpoint import saved_tensors
 from megatron_wrap.checkpoint.files.run_folder import RESOLVED, CheckpointStore, read_manifest
@@ -45,9 +43,7 @@ from megatron_wrap.checkpoint.saved_schedule import load_schedule, take_group_va
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.data.chat.tokenizer import NewTokens
-from megatron_wrap.engine.passes.synchronize_parameters import quantize_parameters, synchronize_parameters
-from megatron_wrap.data.chat.new_tokens import NewTokens
-from megatron_wrap.engine.passes.synchronize_parameters import quantize_parameters
+from megatron_wrap.engine.passes.parameters import quantize_parameters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agreed, on_rank_0

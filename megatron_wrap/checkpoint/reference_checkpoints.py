@@ -14,7 +14,7 @@ from megatron_wrap.checkpoint import saved_tensors
 from megatron_wrap.checkpoint.files.run_folder import REFERENCE, CheckpointStore, content_damage
 from megatron_wrap.checkpoint.load import DamagedCheckpoint, SavedContent, check_tensors, examine, read_verified
 from megatron_wrap.checkpoint.save import FAILURES, RunRecord, publish
-from megatron_wrap.engine.reference.reference_model import ReferenceModel
+from megatron_wrap.engine.passes.reference_model import ReferenceModel
 from megatron_wrap.engine.state.state import BestEvaluation, Progress, TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import agreed, on_rank_0

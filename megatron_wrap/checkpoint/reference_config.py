@@ -14,9 +14,6 @@ from megatron_wrap.bridge.adapters.peft_folder import with_other_adapter
 from megatron_wrap.bridge.export.export_format import with_derived_sizes
 from megatron_wrap.bridge.loading.hf_path import check_hugging_face
 from megatron_wrap.bridge.loading.hub import read_run_content
-from megatron_wrap.checkpoint.precheck import existing_checkpoint, find_checkpoint
-from megatron_wrap.checkpoint.saved_run import read_saved_run
-from megatron_wrap.bridge.mapping.architecture import with_derived_sizes
 from megatron_wrap.checkpoint.saved_run import existing_checkpoint, find_checkpoint, read_saved_run
 from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
@@ -85,7 +82,7 @@ def add_reference_model(state: TrainingState, reference: RunConfig, tokenizer: A
     Raises:
         ConfigError: its tokenizer is not the run's; or it is to follow the policy, and has another number of rows.
     """
-    from megatron_wrap.engine.setup.build_reference import base_of_policy, build_reference
+    from megatron_wrap.setup.reference_model import base_of_policy, build_reference
 
     config = state.config
     check_tokenizer(config, reference, tokenizer)

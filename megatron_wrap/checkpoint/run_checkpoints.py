@@ -27,7 +27,7 @@ from megatron_wrap.checkpoint.saved_run import refuse_resume, starting_checkpoin
 from megatron_wrap.checkpoint.saved_tensors import layout_record
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
+from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.state import BestEvaluation, TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.metrics.phases import SAVE, doing

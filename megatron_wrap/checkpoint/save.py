@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_wrap.bridge.export.adapted import other_adapters
-from megatron_wrap.bridge.export.training_record import training_record
+from megatron_wrap.bridge.adapters.peft_folder import other_adapters
+from megatron_wrap.bridge.export.model_card import training_record
 from megatron_wrap.checkpoint import saved_tensors
 from megatron_wrap.checkpoint.asynchronous_saves import AsynchronousSaves
 from megatron_wrap.checkpoint.files.hashed_files import FileToWrite, Index, write_files
@@ -39,7 +39,7 @@ from megatron_wrap.checkpoint.saved_adapter import base_record
 from megatron_wrap.checkpoint.saved_tensors import CONTENT_METADATA
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.derived import saves_adapter_alone
-from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
+from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.parallel.agreement import FILE_FAILURES, agree, describe, on_rank_0

@@ -14,9 +14,6 @@ from typing import Any
 from megatron_wrap.bridge.adapters.peft_folder import other_adapters
 from megatron_wrap.bridge.adapters.run_adapter import run_adapter
 from megatron_wrap.bridge.loading.weight_folder import folder_digest
-from megatron_wrap.checkpoint.files.hashes import find_damage, hash_files
-from megatron_wrap.bridge.mapping.adapter_targets import saved_parameters
-from megatron_wrap.bridge.mapping.token_rows import trained_rows
 from megatron_wrap.checkpoint.files.hashed_files import find_damage, hash_files
 from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml

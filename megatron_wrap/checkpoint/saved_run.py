@@ -22,10 +22,9 @@ from megatron_wrap.checkpoint.saved_schedule import compare_values
 from megatron_wrap.config.decode import section_hints
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml, read_yaml
 from megatron_wrap.config.schema import derived
+from megatron_wrap.config.schema.keys import check_value
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.config.schema.types import check_value
-from megatron_wrap.data.chat.new_tokens import NewTokens, new_tokens
-from megatron_wrap.data.chat.tokenizer import run_tokenizer
+from megatron_wrap.data.chat.tokenizer import NewTokens, new_tokens, run_tokenizer
 from megatron_wrap.errors import CheckpointError, DataError
 from megatron_wrap.inside_folder import leaves_folder
 

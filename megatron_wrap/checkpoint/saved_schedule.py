@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_wrap.checkpoint.saved_run import section_of
-from megatron_wrap.config.decode import section_hints
-from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.keys import check_value
-from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.errors import CheckpointError
 

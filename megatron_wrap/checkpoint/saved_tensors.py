@@ -19,8 +19,7 @@ from megatron_wrap.bridge.mapping.family import EMBEDDING, HEAD
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.engine.state.muon import MOMENTUM, Muon
-from megatron_wrap.engine.state.random_states import RandomStates
-from megatron_wrap.engine.state.state import BestEvaluation, Progress
+from megatron_wrap.engine.state.state import BestEvaluation, Progress, RandomStates
 from megatron_wrap.errors import CheckpointError
 from megatron_wrap.model.chunks import bare_model
 from megatron_wrap.nn.adapters.trained_copies import trained_copies

@@ -22,13 +22,13 @@ from megatron_wrap.data.inspect.inspection import (
     tokens_of_row,
 )
 from megatron_wrap.data.inspect.mistakes import MISTAKES, Mistake, Tokens, advice_of
-from megatron_wrap.engine.setup.flow import build_flow
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.collated import checked_fields, common_width, sequence_lengths
 from megatron_wrap.flow.shared.text import ENCODED
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.report.page import Item, rendered, visible
+from megatron_wrap.setup.flow import build_flow
 
 _COLORS = {"trained": ("\x1b[30;42m", "\x1b[0m"), "cut": ("\x1b[2;9m", "\x1b[0m"), "other": ("", "")}
 _SIGNS = {"trained": ("[[", "]]"), "cut": ("~~", "~~"), "other": ("", "")}

@@ -70,7 +70,9 @@ def run_rank(folder: str, config: str, *overrides: str) -> None:
             wrap.initialize()
             wrap.setup_model()
             check_tokenizer(run_config, wrap.config, wrap.tokenizer)
-            from megatron_wrap.engine.precompute import precompute  # after the platform, whose Megatron-Core it imports
+            from megatron_wrap.evaluation.precompute import (
+                precompute,  # after the platform, whose Megatron-Core it imports
+            )
 
             skip_bad = run_config.data.on_bad_sample == "skip"
             samples = tracked(_samples(run_config), "precompute", _count(run_config), "sample")

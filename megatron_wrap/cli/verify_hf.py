@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the verdict; returns 0 if the two models agree, else 1."""
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.verify import verify_hugging_face
+    from megatron_wrap.evaluation.verify import verify_hugging_face
 
     configs = [text for text in arguments.rest if "=" not in text]
     overrides = [text for text in arguments.rest if "=" in text]

@@ -18,15 +18,14 @@ from megatron_wrap.core.run_json import write_run_facts
 from megatron_wrap.core.run_training import RunTraining
 from megatron_wrap.core.step_reporting import RunRecords, describe_model
 from megatron_wrap.core.validation.samples import data_warnings
-from megatron_wrap.engine.setup.build import build_training_state
-from megatron_wrap.engine.setup.profiler import build_step_profiler
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.model.chunks import remove_gather_hooks
 from megatron_wrap.parallel.state import ParallelState
-from megatron_wrap.parallel.watch.interrupts import InterruptWatch
+from megatron_wrap.parallel.watch.ending import InterruptWatch
 from megatron_wrap.parallel.watch.stop_requests import StopRequests
 from megatron_wrap.platform.base.platform import Platform
 from megatron_wrap.platform.megatron_core.graphs import delete_graphs
+from megatron_wrap.setup.build import build_step_profiler, build_training_state
 from megatron_wrap.utils.dist_logger import logger
 
 

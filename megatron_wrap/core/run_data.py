@@ -15,18 +15,16 @@ from megatron_wrap.data.indexed.windows import IndexedData, open_indexed
 from megatron_wrap.data.order.sample_reader import Preparation
 from megatron_wrap.data.order.sample_sets import stream_of, training_stream, validation_sets
 from megatron_wrap.data.order.stream import SampleStream
-from megatron_wrap.engine.batches.epochs import steps_of_epochs
-from megatron_wrap.engine.batches.loader import BatchLoader, batch_rule, preparation, sample_reader
+from megatron_wrap.engine.batches.loader import BatchLoader, batch_rule, preparation, sample_reader, steps_of_epochs
 from megatron_wrap.engine.batches.micro_batching import micro_batching_of
 from megatron_wrap.engine.batches.tokenized import CachedSamples, cached_samples
-from megatron_wrap.engine.reference.precomputed import sample_preparation
-from megatron_wrap.engine.setup.flow import build_flow
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.parallel.state import ParallelState
+from megatron_wrap.setup.flow import build_flow, sample_preparation
 from megatron_wrap.utils.dist_logger import logger
 
 

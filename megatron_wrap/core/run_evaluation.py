@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_wrap.core.step_reporting import RunRecords
 from megatron_wrap.data.chat.encode import prompt_token_ids
-from megatron_wrap.engine.evaluation import evaluate
-from megatron_wrap.engine.generation.generate import sample_texts
 from megatron_wrap.engine.state.state import TrainingState
+from megatron_wrap.evaluation.evaluate import evaluate
+from megatron_wrap.generation.generate import sample_texts
 
 _LARGEST_LOGARITHM = 20.0
 """Largest logarithm of a perplexity, as in Megatron-LM's evaluate_and_print_results (megatron/training/training.py)."""

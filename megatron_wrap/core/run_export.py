@@ -17,18 +17,15 @@ from megatron_wrap.bridge.export.export_format import ExportFormat, export_forma
 from megatron_wrap.bridge.export.model_card import TrainingRecord, training_record, write_model_card
 from megatron_wrap.bridge.export.save_pretrained import KeptVision, prune_exports, save_adapter, save_pretrained, upload
 from megatron_wrap.bridge.export.weight_stream import WeightStream
-from megatron_wrap.checkpoint.files.complete_checkpoints import read_facts
-from megatron_wrap.checkpoint.resume import RunCheckpoints
-from megatron_wrap.bridge.mapping.adapter_targets import adapter_family, peft_config, task_type, tied_copies
 from megatron_wrap.checkpoint.files.run_folder import read_manifest
 from megatron_wrap.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.run_json import recorded_evaluation
 from megatron_wrap.core.step_reporting import RunRecords
-from megatron_wrap.engine.passes.synchronize_parameters import synchronize_parameters
+from megatron_wrap.engine.passes.parameters import synchronize_parameters
 from megatron_wrap.engine.state.state import TrainingState
-from megatron_wrap.engine.verify import verify_hugging_face
 from megatron_wrap.errors import CheckpointError, ConfigError
+from megatron_wrap.evaluation.verify import verify_hugging_face
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.bridge.export.model_card import package_versions
-from megatron_wrap.checkpoint.content import layout_facts
-from megatron_wrap.bridge.export.training_record import package_versions
 from megatron_wrap.checkpoint.saved_tensors import layout_record
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml

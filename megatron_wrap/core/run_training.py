@@ -10,12 +10,10 @@ from typing import Any, NoReturn
 from megatron_wrap.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.step_reporting import RunRecords
-from megatron_wrap.engine import split_step
+from megatron_wrap.engine import step
 from megatron_wrap.engine.bad_steps import BadStep, refuse_untrained_run
-from megatron_wrap.engine.passes.replicas import refuse_differing_copies
-from megatron_wrap.engine.state.open_step import StepWeights
-from megatron_wrap.engine.state.state import StepReport, TrainingState
-from megatron_wrap.engine.step import train_step
+from megatron_wrap.engine.passes.parameters import refuse_differing_copies
+from megatron_wrap.engine.state.state import StepReport, StepWeights, TrainingState
 from megatron_wrap.errors import CheckpointError, TrainingError
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel.collectives import gather_objects
@@ -46,30 +44,29 @@ class RunTraining:
     def train(self, batch: Sequence[Any] | None) -> dict[str, float]:
         """Take one step."""
         self._refuse_further_steps()
-        split_step.refuse_open_step(self._state, "wrap.train")
-        return self._finished(lambda: train_step(self._state, batch))
+        return self._finished(lambda: step.train_step(self._state, batch))
 
     def count_weights(self, batches: Sequence[Sequence[Any]] | None) -> StepWeights:
         """Loss weights and statistics of a step that is passed in parts."""
         self._refuse_further_steps()
-        return split_step.count_weights(self._state, batches)
+        return step.count_weights(self._state, batches)
 
     def forward_backward(self, batch: Sequence[Any] | None, step_weights: StepWeights) -> None:
         """Compute the gradients of a part."""
         self._refuse_further_steps()
-        split_step.forward_backward(self._state, batch, step_weights)
+        step.forward_backward(self._state, batch, step_weights)
 
     def optimizer_step(self) -> dict[str, float]:
         """Update the weights from the gradients of all parts."""
-        return self._finished(lambda: split_step.optimizer_step(self._state))
+        return self._finished(lambda: step.optimizer_step(self._state))
 
     def refuse_if_untrained(self) -> None:
         """Raise a TrainingError if no step of the run has trained a token."""
-        refuse_untrained_run(self._state)
+        refuse_untrained_run(self._state.progress, self._state.steps_without_weight)
 
-    def _finished(self, step: Callable[[], StepReport]) -> dict[str, float]:
+    def _finished(self, take: Callable[[], StepReport]) -> dict[str, float]:
         try:
-            report = step()
+            report = take()
         except BadStep as bad:
             return self._rolled_back(bad)
         return self._finish(report)

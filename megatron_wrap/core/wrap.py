@@ -36,13 +36,12 @@ if TYPE_CHECKING:
     from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
     from megatron_wrap.core.run import Run
     from megatron_wrap.core.run_training import RunTraining
-    from megatron_wrap.engine.generation.generate import Completion
-    from megatron_wrap.engine.state.open_step import StepWeights
-    from megatron_wrap.engine.state.state import TrainingState
+    from megatron_wrap.engine.state.state import StepWeights, TrainingState
+    from megatron_wrap.generation.generate import Completion
     from megatron_wrap.parallel.launch import Processes
     from megatron_wrap.parallel.state import ParallelState
+    from megatron_wrap.parallel.watch.ending import InterruptWatch
     from megatron_wrap.parallel.watch.heartbeat import Heartbeat
-    from megatron_wrap.parallel.watch.interrupts import InterruptWatch
 
 
 class MegatronWrap:
@@ -140,10 +139,10 @@ class MegatronWrap:
             raise
 
     def _start(self) -> None:
-        from megatron_wrap.engine.setup.build import seed_everything
         from megatron_wrap.parallel import launch
         from megatron_wrap.parallel.state import build_parallel_state
         from megatron_wrap.parallel.watch import heartbeat
+        from megatron_wrap.setup.build import seed_everything
 
         timeout = self.config.init.distributed_timeout_minutes
         check_layout(self.config, launch.environment_world_size())
@@ -426,7 +425,7 @@ class MegatronWrap:
             ConfigError: there is no such adapter.
             TrainingError: within the context, by everything that trains, saves or exports.
         """
-        from megatron_wrap.engine.evaluation import with_adapter
+        from megatron_wrap.evaluation.evaluate import with_adapter
 
         before = self._adapter
         with with_adapter(self._ready().state, name):
@@ -461,7 +460,7 @@ class MegatronWrap:
         Returns:
             For each sample, in order, a dictionary of CPU tensors; the same on every rank.
         """
-        from megatron_wrap.engine.evaluation import forward
+        from megatron_wrap.evaluation.evaluate import forward
 
         with doing(EVALUATION):
             return forward(self.state, samples)
@@ -505,8 +504,8 @@ class MegatronWrap:
         Raises:
             DataError: a prompt or an argument is wrong.
         """
-        from megatron_wrap.engine.generation.generate import generate
-        from megatron_wrap.engine.generation.sampling import SamplingRule
+        from megatron_wrap.generation.generate import generate
+        from megatron_wrap.generation.sampling import SamplingRule
 
         rule = SamplingRule(temperature, top_k, top_p)
         seed = self.config.train.seed if seed is None else seed

@@ -1,1 +1,1 @@
-"""One training step and the objects it needs; evaluation, generation, and verification against transformers."""
+"""One training step (`step.py`, the first file to read) and what it calls."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_wrap.core.wrap import MegatronWrap
-from megatron_wrap.engine.generation.generate import Completion, fitting_max_new_tokens, generate
-from megatron_wrap.engine.generation.sampling import SamplingRule
 from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.generation.generate import Completion, fitting_max_new_tokens, generate
+from megatron_wrap.generation.sampling import SamplingRule
 from megatron_wrap.parallel.collectives import broadcast_object
 from megatron_wrap.utils.progress import WorkProgress
 

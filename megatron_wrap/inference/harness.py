@@ -21,10 +21,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.wrap import MegatronWrap
-from megatron_wrap.engine.generation.generate import generate
-from megatron_wrap.engine.generation.sampling import SamplingRule
-from megatron_wrap.engine.scoring import Score, score_continuations
 from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.evaluation.scoring import Score, score_continuations
+from megatron_wrap.generation.generate import generate
+from megatron_wrap.generation.sampling import SamplingRule
 from megatron_wrap.inference.trained_model import read_model
 from megatron_wrap.utils.progress import WorkProgress
 

@@ -22,7 +22,7 @@ from megatron_wrap.launch.watch.process_watch import FAILURE, ProcessWatch, caus
 from megatron_wrap.launch.watch.records import ENDS, ProcessRecords
 from megatron_wrap.parallel import rank_log
 from megatron_wrap.parallel.watch import flight_recorder
-from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
+from megatron_wrap.parallel.watch.ending import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import this_machine
 
 if TYPE_CHECKING:

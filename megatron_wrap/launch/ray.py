@@ -26,7 +26,7 @@ from megatron_wrap.errors import LayoutError, PlatformError
 from megatron_wrap.launch.contract import Ended, Launch, Launcher, Program, show_from
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel import rank_log
-from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
+from megatron_wrap.parallel.watch.ending import INTERRUPTED, RESUME
 from megatron_wrap.parallel.watch.stop_requests import SIGNALS, STOP_FILE, say_received
 
 if TYPE_CHECKING:

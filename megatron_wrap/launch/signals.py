@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, REPEATED_SECONDS, RESUME
+from megatron_wrap.parallel.watch.ending import INTERRUPTED, REPEATED_SECONDS, RESUME
 from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER, READY, REQUEST, SIGNALS, STOPPED, say_received
 
 AGENT_SIGNALS = "SIGHUP,SIGQUIT"

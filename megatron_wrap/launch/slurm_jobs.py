@@ -17,7 +17,7 @@ from typing import Any
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.hidden_secrets import without_secrets
 from megatron_wrap.launch.contract import show_from
-from megatron_wrap.parallel.watch.interrupts import RESUME
+from megatron_wrap.parallel.watch.ending import RESUME
 from megatron_wrap.utils.atomic_write import write_atomically
 
 _STATE_SECONDS = 3.0

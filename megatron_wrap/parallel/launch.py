@@ -21,8 +21,7 @@ from megatron_wrap.errors import ExitInRun, MegatronWrapError
 from megatron_wrap.parallel import rank_log
 from megatron_wrap.parallel.loopback import loopback_store
 from megatron_wrap.parallel.nodes import check_versions, this_node
-from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER, record_end
-from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, InterruptWatch, one_interrupt
+from megatron_wrap.parallel.watch.ending import INTERRUPTED, LAUNCHER_FOLDER, InterruptWatch, one_interrupt, record_end
 from megatron_wrap.utils.pools.processes import end_with_parent
 
 

@@ -71,7 +71,7 @@ def run_case(
         noise: relative size of noise on the model's outputs.
     """
     from megatron_wrap.core.wrap import MegatronWrap
-    from megatron_wrap.engine.batches.micro_batch import try_flow
+    from megatron_wrap.engine.batches.collation import try_flow
     from megatron_wrap.engine.router_losses import router_loss_names
     from megatron_wrap.engine.step import gradients_of_batch, train_step
     from megatron_wrap.testing.gradients import gather_gradients

@@ -56,7 +56,7 @@ def train(folder: str, overrides: tuple[str, ...], outputs: str, count: int = ST
     import torch
 
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.scoring import sequence_logits
+    from megatron_wrap.evaluation.scoring import sequence_logits
     from megatron_wrap.nn.adapters.lora import only_adapter
 
     settings = (*SETTINGS, *overrides, f"megatron_wrap.logger.output_dir={outputs}")
@@ -91,7 +91,7 @@ def train_without_a_folder(overrides: tuple[str, ...], outputs: str) -> tuple[fl
     import torch
 
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.scoring import sequence_logits
+    from megatron_wrap.evaluation.scoring import sequence_logits
     from megatron_wrap.nn.adapters.lora import only_adapter
 
     config = Path(__file__).parents[2] / "scripts" / "benchmark" / "overhead.yaml"
@@ -203,7 +203,7 @@ def gradients(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
 def load(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     """Factors and logits [2, 64, V] of a model, or of peft's folder, that is not trained."""
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.scoring import sequence_logits
+    from megatron_wrap.evaluation.scoring import sequence_logits
 
     settings = (*SETTINGS[1:], *overrides, f"megatron_wrap.logger.output_dir={outputs}")
     with MegatronWrap.from_pretrained(folder, bridge.CONFIG, settings) as wrap:
@@ -382,8 +382,8 @@ def with_named_adapters(folder: str, others: dict[str, str], overrides: tuple[st
     from megatron.core import dist_checkpointing
 
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.scoring import sequence_logits
     from megatron_wrap.errors import TrainingError
+    from megatron_wrap.evaluation.scoring import sequence_logits
 
     settings = (
         *(*SETTINGS, "megatron_wrap.adapter.r=4", *overrides, *overrides_of({"others": others})),
@@ -444,7 +444,7 @@ def grow_and_export(folder: str, new: list[str], overrides: tuple[str, ...], out
 def grow_and_train(folder: str, new: list[str], overrides: tuple[str, ...], outputs: str) -> Any:
     """Logits [2, 64, V] after two steps on samples with new tokens, and those of a run that resumes from them."""
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.scoring import sequence_logits
+    from megatron_wrap.evaluation.scoring import sequence_logits
 
     settings = (*_growing(folder, new, overrides, outputs), f"megatron_lm.train.common.save={outputs}/checkpoints")
     batches = samples(2 * BATCH)

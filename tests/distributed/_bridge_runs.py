@@ -90,7 +90,7 @@ def make_folder(
     import torch
     import transformers
 
-    from megatron_wrap.platform.base.hidden_packages import GPU_KERNELS, without_packages
+    from megatron_wrap.platform.base.machine import GPU_KERNELS, without_packages
 
     class_name, settings = FAMILIES[name]
     with without_packages(GPU_KERNELS):
@@ -242,7 +242,7 @@ def transformers_model(folder: Path, **arguments: Any) -> Any:
     import torch
     import transformers
 
-    from megatron_wrap.platform.base.hidden_packages import GPU_KERNELS, without_packages
+    from megatron_wrap.platform.base.machine import GPU_KERNELS, without_packages
 
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
     with without_packages(GPU_KERNELS):
@@ -299,7 +299,7 @@ def logits_of(wrap: Any) -> Any:
     """Logits [2, 64, V] of `token_ids` on rank 0; None on others."""
     import numpy
 
-    from megatron_wrap.engine.scoring import sequence_logits
+    from megatron_wrap.evaluation.scoring import sequence_logits
 
     logits = sequence_logits(wrap.state, token_ids())
     return numpy.stack([row.float().numpy() for row in logits]) if wrap.state.parallel.world.rank == 0 else None
@@ -337,7 +337,7 @@ def verify(folder: str, overrides: tuple[str, ...], outputs: str) -> Any:
     exported (name -> numpy array)."""
     import torch
 
-    from megatron_wrap.engine.verify import verify_hugging_face
+    from megatron_wrap.evaluation.verify import verify_hugging_face
     from megatron_wrap.model.chunks import bare_model
     from megatron_wrap.model.initial_weights import global_names
 

@@ -129,7 +129,7 @@ def precompute(overrides: Sequence[str], samples: Sequence[Any], folder: str | P
     from megatron_wrap.bridge.loading.hub import read_run
     from megatron_wrap.checkpoint.reference_config import precompute_config
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.precompute import precompute as store
+    from megatron_wrap.evaluation.precompute import precompute as store
 
     config = read_run(CONFIG, [*DPO, *overrides])
     with MegatronWrap(precompute_config(config)) as wrap:

@@ -119,7 +119,7 @@ def with_constant_shapes(folder: str, overrides: tuple[str, ...], outputs: str, 
     """As `cached_and_recomputed`, with the passes that a GPU records as a graph."""
     from unittest import mock
 
-    with mock.patch("megatron_wrap.engine.generation.cached_model._constant_shapes", return_value=True):
+    with mock.patch("megatron_wrap.generation.cached_model._constant_shapes", return_value=True):
         return cached_and_recomputed(folder, overrides, outputs, padding)
 
 
@@ -128,9 +128,8 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
     forward pass over the full sequence; on the ranks of the last pipeline stage."""
     import torch
 
-    from megatron_wrap.engine.generation.cached_model import CachedModel
-    from megatron_wrap.engine.scoring import sequence_logits
-    from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
+    from megatron_wrap.evaluation.scoring import sequence_logits
+    from megatron_wrap.generation.cached_model import CachedModel
     from megatron_wrap.platform.megatron_core.generation import whole_sequences
 
     length, prefilled = 24, 7
@@ -141,7 +140,7 @@ def cached_and_recomputed(folder: str, overrides: tuple[str, ...], outputs: str,
         expected = torch.stack(whole)
         differences = []
         with (
-            evaluation_mode(wrap.state),
+            wrap.state.evaluation_mode(),
             whole_sequences(wrap.state.chunks),
             CachedModel(wrap.state, padding, length) as model,
         ):

@@ -55,7 +55,7 @@ def train_until(overrides: Sequence[str], samples: Sequence[Any], stop: int) -> 
 def base_logits(folder: str, overrides: Sequence[str], save: str) -> Any:
     """Logits [2, 64, V] without the adapter of a run that resumes from the last checkpoint in `save`."""
     from megatron_wrap.core import MegatronWrap
-    from megatron_wrap.engine.scoring import sequence_logits
+    from megatron_wrap.evaluation.scoring import sequence_logits
     from megatron_wrap.nn.adapters.lora import only_adapter
 
     settings = (*SETTINGS, *overrides, f"megatron_lm.train.common.save={save}")

@@ -27,8 +27,7 @@ def packed_logits_and_loss(
     """
     import torch
 
-    from megatron_wrap.engine.batches.context_parallel_shard import PACKED
-    from megatron_wrap.engine.state.evaluation_mode import evaluation_mode
+    from megatron_wrap.engine.batches.micro_batch import PACKED
     from megatron_wrap.engine.step_inputs import replica_micro_batches
     from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS
 
@@ -46,7 +45,7 @@ def packed_logits_and_loss(
                 if sequence < len(micro_batch.lengths) and position < micro_batch.lengths[sequence]
             ]
 
-        with evaluation_mode(state):
+        with state.evaluation_mode():
             local = state.localization.localize(micro_batches)
             rows = state.pipeline_schedule.forward(state.chunks, local, stored)
         # a row's sequences are in the order of collation, and the first token of each sample is its number

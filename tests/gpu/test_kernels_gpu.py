@@ -9,7 +9,7 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from megatron_wrap.engine.state.kernel_adam import KernelAdam
+from megatron_wrap.engine.state.checked_optimizer import KernelAdam
 from megatron_wrap.nn.attention.attend import attend
 from megatron_wrap.nn.attention.flash import StoredScores, add_, merge_
 from megatron_wrap.nn.kernels.embedding_rows import add_row_gradients

@@ -32,13 +32,17 @@ CATALOGUES = {"cli/", "bridge/families/"}
 """Folders with one file for each entry, however many there are."""
 CODE = read_package()
 
-MEGATRON = {"platform/", "parallel/", "ops/", "nn/", "model/", "bridge/", "data/", "engine/", "checkpoint/"}
+MEGATRON = {
+    *("platform/", "parallel/", "ops/", "nn/", "model/", "bridge/", "data/"),
+    *("engine/", "setup/", "evaluation/", "generation/", "checkpoint/"),
+}
 DISTRIBUTED = {
     "parallel/",
     "metrics/",
     "profiling/",
     "checkpoint/",
     "engine/",
+    "evaluation/",
     "platform/",
     "testing/",
     "cli/",
@@ -53,7 +57,7 @@ LOADED_BY_VARIABLE = {
 
 NAMED_BY_VARIABLE = {
     "ops/__init__.py",  # its public functions
-    "engine/verify.py",  # transformers' class of a family, which its older releases lack
+    "evaluation/verify.py",  # transformers' class of a family, which its older releases lack
 }
 
 SCHEDULE = "field of ModelParallelConfig through which a training program gives Megatron-Core's schedule its functions"
@@ -64,11 +68,16 @@ FOREIGN = {
     "cli/": {"of arguments of a parser that cli/completion.py has made": ["nargs"]},
     "engine/": {
         SCHEDULE: ["finalize_model_grads_func", "no_sync_func", "grad_sync_func", "grad_scale_func"],
-        MARK: ["allreduce"],
         STORAGE: ["data"],
-        "of transformers' configuration, which engine/verify.py has made": ["quantization_config"],
-        "the caller of StaticInferenceContext advances it": ["sequence_len_offset"],
     },
+    "setup/": {
+        SCHEDULE: ["finalize_model_grads_func", "no_sync_func", "grad_sync_func", "grad_scale_func"],
+        MARK: ["allreduce"],
+    },
+    "evaluation/": {
+        "of transformers' configuration, which evaluation/verify.py has made": ["quantization_config"],
+    },
+    "generation/": {"the caller of StaticInferenceContext advances it": ["sequence_len_offset"]},
     "checkpoint/": {"memory into which Megatron-Core reads a shard": ["data"]},
     "data/": {"the fields of an object that the tokenized cache creates": ["*"]},
     "model/": {

@@ -29,7 +29,7 @@ def test_operations_load_without_torch_and_what_starts_the_platform_without_mega
         "import sys, megatron_wrap.ops as ops; print({'torch', 'megatron'} & set(sys.modules)); "
         "import megatron_wrap.ops.divergence; print(all(callable(getattr(ops, name)) for name in ops.__all__), "
         "'megatron' in sys.modules); "
-        "import megatron_wrap.engine.setup.build; print('megatron.core' in sys.modules)"
+        "import megatron_wrap.setup.build; print('megatron.core' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == ["set()", "True False", "False"]

@@ -8,10 +8,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from megatron_wrap.bridge.loading.weight_folder import file_tensors
-from megatron_wrap.checkpoint.files.complete_checkpoints import TRACKER
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.precheck import find_checkpoint
-from megatron_wrap.bridge.loading.weight_folder import stored_tensors
 from megatron_wrap.checkpoint.files.run_folder import TRACKER, CheckpointStore
 from megatron_wrap.checkpoint.saved_run import find_checkpoint
 from megatron_wrap.data.cache.precomputed import PrecomputedOutputs, PrecomputedWriter

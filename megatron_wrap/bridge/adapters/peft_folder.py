@@ -7,39 +7,20 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_wrap.bridge.adapters.run_adapter import SEQUENCE_CLASSIFICATION, RunAdapter
 from megatron_wrap.bridge.loading.weight_folder import ADAPTER_CONFIG, WeightFolder, folder_digest
-from megatron_wrap.config.hugging_face import resolve_folder
-from megatron_wrap.config.reading.json_file import read_json
-from megatron_wrap.config.reading.yaml_nodes import describe, inline_yaml
-from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.keys import key_range
-from megatron_wrap.config.schema.model import AdapterConfig
-from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.config.schema.types import Mismatch, check_value
-from megatron_wrap.errors import CheckpointError, ConfigError
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, get_type_hints
-
-from megatron_wrap.bridge.loading.weight_folder import WeightFolder
-from megatron_wrap.bridge.mapping.adapter_targets import (
-    SEQUENCE_CLASSIFICATION,
-    AdaptedLayer,
-    adapter_family,
-    task_type,
-)
-from megatron_wrap.bridge.mapping.family import Family
 from megatron_wrap.config.config_json import read_json
+from megatron_wrap.config.hugging_face import resolve_folder
 from megatron_wrap.config.reading.yaml_nodes import describe, inline_yaml
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.keys import Mismatch, check_value, key_ranges
-from megatron_wrap.config.schema.model import AdapterConfig, ArchConfig
-from megatron_wrap.errors import CheckpointError
+from megatron_wrap.config.schema.model import AdapterConfig
+from megatron_wrap.config.schema.run import RunConfig
+from megatron_wrap.errors import CheckpointError, ConfigError
 
 _CHANGED_BASE = "the factors belong to a changed base; save it converted, by path_initial_model_for_weight_conversion"
 REFUSED = {

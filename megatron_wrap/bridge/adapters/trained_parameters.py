@@ -14,7 +14,7 @@ from megatron_wrap.bridge.adapters.target_modules import refuse_unknown_tokens
 from megatron_wrap.bridge.export.export_format import export_format
 from megatron_wrap.bridge.mapping.family import ADAPTER, Family
 from megatron_wrap.bridge.mapping.tensors import tensor_shapes
-from megatron_wrap.config.checks.located_errors import refuse
+from megatron_wrap.config.checks.contradictions import refuse
 from megatron_wrap.config.schema.run import RunConfig
 from megatron_wrap.errors import UnsupportedModel, did_you_mean
 from megatron_wrap.metrics.number_format import counted

@@ -22,11 +22,8 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.hugging_face import read_hugging_face_config
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.sources import source_kind
-from megatron_wrap.hidden_secrets import HIDDEN, SECRET_NAME, hide_secrets, without_secrets
-from megatron_wrap.bridge.export.training_record import DataRecord, TrainingRecord
 from megatron_wrap.config.schema.data import source_kind
-from megatron_wrap.hidden_secrets import HIDDEN, SECRET_NAME, hide_secrets
+from megatron_wrap.hidden_secrets import HIDDEN, SECRET_NAME, hide_secrets, without_secrets
 from megatron_wrap.utils.atomic_write import write_atomically
 
 if TYPE_CHECKING:

@@ -66,7 +66,7 @@ def check_lengths(config: RunConfig) -> None:
         return
     from megatron_wrap.data.chat.tokenizer import run_tokenizer
     from megatron_wrap.data.order.sample_sets import open_source
-    from megatron_wrap.engine.setup.flow import build_flow
+    from megatron_wrap.setup.flow import build_flow
 
     tokenizer = run_tokenizer(config.data)
     flow = build_flow(config, tokenizer, model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path))
@@ -90,9 +90,8 @@ def check_first_rows(candidate: Candidate) -> Iterator[Note]:
         yield Note(f"not rendered: the script registers the flow {config.flow.flow_key}")
         return
     from megatron_wrap.data.order.sample_sets import NumberedSamples
-    from megatron_wrap.engine.batches.micro_batch import try_flow
-    from megatron_wrap.engine.reference.precomputed import sample_preparation
-    from megatron_wrap.engine.setup.flow import build_flow
+    from megatron_wrap.engine.batches.collation import try_flow
+    from megatron_wrap.setup.flow import build_flow, sample_preparation
 
     flow = build_flow(config, candidate.tokenizer, candidate.vocab_size, reference=candidate.reference)
     of_training = sample_preparation(flow, config)
@@ -165,7 +164,7 @@ def _rendered(
     """The prepared first rows of a source with their names, the tokens of each, collated alone, the number of rows
     without a trained token, and why other rows cannot be used, except what `check_data` reports."""
     from megatron_wrap.data.order.sample_sets import each_row
-    from megatron_wrap.engine.batches.micro_batch import collate
+    from megatron_wrap.engine.batches.collation import collate
 
     prepared: list[tuple[str, Any]] = []
     lengths: list[int] = []

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema import derived
-from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.data.chat.encode import ChatTokens, truncate
 from megatron_wrap.data.inspect.mistakes import MISTAKES, Checks, Kind, Tokens
 from megatron_wrap.data.order.bin_packing import fewest_bins

@@ -20,11 +20,12 @@ from megatron_wrap.data.order.batching import BatchPlan, BatchRule, Cursor, Plan
 from megatron_wrap.data.order.sample_reader import Preparation, PreparedSamples, SampleReader
 from megatron_wrap.data.order.stream import SampleStream
 from megatron_wrap.data.order.workers import Workers
-from megatron_wrap.engine.batches.context_parallel_shard import Localization
+from megatron_wrap.engine.batches.global_batch import BatchParts, PreparedBatch, batch_key
+from megatron_wrap.engine.batches.micro_batch import Localization
 from megatron_wrap.engine.batches.micro_batching import MicroBatching, sample_lengths, split_batch
-from megatron_wrap.engine.batches.prepared_batch import BatchParts, PreparedBatch, batch_key
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.utils.dist_logger import logger
+from megatron_wrap.utils.progress import WorkProgress
 
 _SHOWN_BAD_ROWS = 5
 _LONGEST_DELAY = 1.0
@@ -218,3 +219,38 @@ def batch_rule(config: RunConfig, micro_batching: MicroBatching) -> BatchRule:
             window=config.data.packing_window,
         )
     return BatchRule(train.seed, lambda consumed: derived.global_batch_size_at(config, consumed), budget)
+
+
+def steps_of_epochs(epochs: float, samples_per_epoch: int, rule: BatchRule, reader: SampleReader) -> int:
+    """Steps until the run has consumed `epochs` of its data; the last one may extend into the next epoch.
+
+    With batches of a fixed number of samples, only the number of samples is needed; rows that will be left out do not
+    change it, because others replace them. For batches of tokens the samples' lengths are read, which takes seconds
+    with a tokenized cache.
+
+    Args:
+        epochs: above 0.
+        samples_per_epoch: of the training set.
+        rule: how samples form batches.
+        reader: of the training set.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+    num_samples = max(1, round(epochs * samples_per_epoch))
+    steps = done = 0
+    if rule.budget is None:
+        while done < num_samples:
+            done += rule.samples_at(done)
+            steps += 1
+        return steps
+    plan = BatchPlan(reader, rule, Cursor())
+    with WorkProgress("lengths of the samples", num_samples, "sample") as progress:
+        while done < num_samples:
+            planned = plan.next()
+            reader.forget(planned.positions)
+            count = len(planned.positions) + len(planned.bad_rows)
+            progress.advance(min(count, num_samples - done))
+            done += count
+            steps += 1
+    return steps

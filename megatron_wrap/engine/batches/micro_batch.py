@@ -1,30 +1,29 @@
-"""A micro-batch of this replica: collation by the flow, and the sums over all micro-batches of a step."""
+"""A micro-batch, in one form from the collator to the model: collated, packed in one row, this process's shard of it,
+on the device; and the counts over all micro-batches of a step.
+
+`parallel/zigzag.py` defines which chunks of a sequence a context-parallel rank has.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
+from megatron_wrap.flow.contract.base import SEQUENCE_LENGTHS
 from megatron_wrap.flow.contract.collated import (
     check_terms,
-    checked_fields,
-    common_width,
-    loss_weights,
-    sequence_lengths,
 )
-from megatron_wrap.flow.contract.prediction import INPUT_IDS, LABELS, LOSS_MASK, SEQDIMS
-from megatron_wrap.flow.contract.routing import NOT_RECORDED, ROUTED_EXPERTS
+from megatron_wrap.metrics.phases import COMPUTED_TOKENS, DATA, phase
+from megatron_wrap.model.random_numbers import EmbeddingNoise
+from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.collectives import ProcessGroup, all_reduce_values
+from megatron_wrap.parallel.state import Axis, ParallelState
 
 
 @dataclass(frozen=True)
@@ -87,152 +86,6 @@ class ReplicaMicroBatches:
     computed instead of from `training`; () if the flow returns none."""
 
 
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the random generators, equally on all processes of a replica; restore the previous states at the end."""
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPU, for dropout
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
-def collate(
-    flow: MegatronWrapTrainingFlowBase,
-    samples: Sequence[Any],
-    seed: int,
-    name_of: Callable[[int], str] | None = None,
-) -> MicroBatch:
-    """Collate prepared samples with the flow, check the result and count its weights and tokens.
-
-    Args:
-        seed: for random choices of the flow; a function of the first sample's index in the run, not of the layout.
-        name_of: index among `samples` -> the sample's name in messages; None: it has none.
-
-    Raises:
-        FlowError: the flow breaks its contract. DataError: a sample is wrong; the message begins with its name, if it
-            is also wrong when it is collated alone.
-    """
-    try:
-        return _collate(flow, samples, seed)
-    except DataError:
-        if name_of is not None:
-            for index, sample in enumerate(samples):
-                try:
-                    _collate(flow, [sample], seed)
-                except DataError as error:
-                    raise DataError(f"{name_of(index)}: {error}") from error
-        raise
-
-
-def _collate(flow: MegatronWrapTrainingFlowBase, samples: Sequence[Any], seed: int) -> MicroBatch:
-    iterator = iter(samples)
-    try:
-        with flow.context.collation.of(len(samples)), _seeded(seed):
-            collated = flow.collate_data_micro_batch(iterator)
-    except StopIteration:
-        raise FlowError(
-            f"{type(flow).__name__}.collate_data_micro_batch takes more than self.micro_batch_size = {len(samples)} "
-            "samples; call next(iterator) that many times"
-        ) from None
-    left = sum(1 for _ in iterator)
-    if left:
-        raise FlowError(
-            f"{type(flow).__name__}.collate_data_micro_batch leaves {left} of self.micro_batch_size = {len(samples)} "
-            "samples in the iterator, so they would never be trained on; call next(iterator) that many times"
-        )
-    model_inputs, loss_inputs = checked_fields(flow, collated)
-    flow.validate_model_forward_inputs(model_inputs)
-    width = common_width(flow, model_inputs, loss_inputs)
-    inputs: dict[str, Tensor | None] = dict(model_inputs)
-    if "attention_mask" in inputs:
-        # attention is causal and padding is on the right, where no token attends to it, so no mask is needed; the
-        # fast kernels do not accept one
-        inputs["attention_mask"] = None
-    weight = flow.get_loss_weight(loss_inputs)
-    lengths = sequence_lengths(flow, model_inputs, width)
-    seqdims, pad_values = flow.get_fields_and_seqdims(), flow.get_pad_values()
-    if flow.context.routing is not None:
-        routing = flow.context.routing.collate(samples, lengths, width)
-        if routing is not None:
-            inputs[ROUTED_EXPERTS] = routing
-            seqdims, pad_values = {**seqdims, ROUTED_EXPERTS: 1}, {**pad_values, ROUTED_EXPERTS: NOT_RECORDED}
-    collated_by_flow = MicroBatch(
-        model_inputs=inputs,
-        loss_inputs=dict(loss_inputs),
-        weights=loss_weights(flow, 1.0 if weight is None else weight),
-        num_samples=len(samples),
-        lengths=lengths,
-        width=width,
-        seqdims=seqdims,
-        pad_values=pad_values,
-        has_explicit_weight=weight is not None,
-        has_loss=bool(flow.has_loss(loss_inputs)),
-        sample_facts=tuple(map(flow.get_sample_facts, samples)) if flow.step_values_from else (),
-    )
-    return _with_predictions(flow, collated_by_flow)
-
-
-def _with_predictions(flow: MegatronWrapTrainingFlowBase, collated: MicroBatch) -> MicroBatch:
-    """The micro-batch with the inputs and loss weights of multi-token prediction, if the model has layers for it."""
-    prediction = flow.context.prediction
-    if prediction is None:
-        return collated
-    input_ids, labels, loss_mask = prediction.shifted_inputs(
-        collated.model_inputs,
-        collated.loss_inputs,
-        collated.lengths,
-        collated.pad_values.get("input_ids", 0),
-        type(flow).__name__,
-    )
-    return replace(
-        collated,
-        model_inputs={**collated.model_inputs, INPUT_IDS: input_ids},
-        loss_inputs={**collated.loss_inputs, LABELS: labels, LOSS_MASK: loss_mask},
-        weights={**collated.weights, **prediction.weights(loss_mask)},
-        seqdims={**collated.seqdims, **SEQDIMS},
-    )
-
-
-def of_token_ids(rows: Sequence[Sequence[int]]) -> MicroBatch:
-    """A micro-batch of sequences of token ids, without loss inputs, such as those whose logits are read."""
-    tokens = pad_sequence([torch.tensor(list(map(int, row))) for row in rows], batch_first=True)
-    width = tokens.shape[1]
-    positions = torch.arange(width).expand(len(rows), -1)
-    inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
-    seqdims = dict.fromkeys(("input_ids", "position_ids"), 1)
-    return MicroBatch(inputs, {}, {}, len(rows), torch.tensor(list(map(len, rows))), width, seqdims=seqdims)
-
-
-def try_flow(flow: MegatronWrapTrainingFlowBase, named: Sequence[tuple[str, Any]], seed: int) -> None:
-    """Collate two micro-batches of prepared samples (fewer if there are fewer samples) and discard them, so that a flow
-    that breaks its contract fails before the model is built. Takes milliseconds; no communication.
-
-    Args:
-        named: the name of each sample in messages, and the sample.
-
-    Raises:
-        FlowError: the flow breaks its contract. DataError: a sample is wrong.
-    """
-    size = flow.micro_batch_size
-    parts = [(start, named[start : start + size]) for start in (0, size) if named[start:]]
-    tried = [
-        collate(flow, [sample for _, sample in part], seed + start, [name for name, _ in part].__getitem__)
-        for start, part in parts
-    ]
-    if tried:
-        check_terms(flow, [micro_batch.weights for micro_batch in tried])
-        prepared = [sample for _, part in parts for _, sample in part]
-        further = flow.get_step_samples(prepared) if flow.step_values_from else None
-        if further:
-            collate(flow, further[:size], seed)
-
-
 @dataclass(frozen=True)
 class StepCounts:
     """Sums over all micro-batches and replicas of one step, known before the forward pass."""
@@ -264,3 +117,187 @@ def count_step(
     numbers.append(sum(micro_batch.is_trained for micro_batch in counted))
     *weights, tokens, squares, trained = all_reduce_values(numbers, group, torch.device("cpu"))
     return StepCounts(dict(zip(terms, weights, strict=True)), round(tokens), squares, trained > 0)
+
+
+def padded_length(length: int, multiple: int) -> int:
+    """Tokens of a sequence in a row: at least one, rounded up to a multiple of `multiple`."""
+    return -(-max(1, length) // multiple) * multiple
+
+
+def pack(micro_batch: MicroBatch, pad_to_multiple_of: int) -> MicroBatch:
+    """Concatenate the sequences [B, S] of a micro-batch to one row [1, T]. Fields without a sequence dimension stay as
+    collated, one entry for each sequence or sample.
+
+    Args:
+        pad_to_multiple_of: tokens to a multiple of which each sequence is padded: 2 * cp_size with context parallelism,
+            which splits each sequence into so many chunks; else 1.
+    """
+    lengths = micro_batch.lengths.numpy()
+    segments = np.array([padded_length(length, pad_to_multiple_of) for length in lengths])
+    rows = np.repeat(np.arange(len(segments)), segments)
+    columns = np.arange(len(rows)) - np.repeat(np.cumsum(segments) - segments, segments)
+    is_padding = torch.from_numpy(columns >= lengths[rows])
+    indices = (torch.from_numpy(rows), torch.from_numpy(np.minimum(columns, micro_batch.width - 1)))
+
+    def packed(fields: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: one_row(tensor, micro_batch.seqdims[name], micro_batch.pad_values.get(name, 0))
+            if tensor is not None and name in micro_batch.seqdims
+            else tensor
+            for name, tensor in fields.items()
+        }
+
+    def one_row(tensor: Tensor, dim: int, pad_value: float) -> Tensor:
+        tokens = tensor.movedim(dim, 1)[indices]
+        tokens[is_padding] = pad_value
+        return tokens[None].movedim(1, dim)
+
+    return replace(
+        micro_batch,
+        model_inputs=packed(micro_batch.model_inputs),
+        loss_inputs=packed(micro_batch.loss_inputs),
+        width=len(rows),
+        segments=tuple(segments.tolist()),
+    )
+
+
+def filled_row(segments: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """The lengths of a row's sequences, followed by those of sequences of padding that fill the row up to `width`, none
+    longer than the longest sequence of the row."""
+    missing, longest = width - sum(segments), max(segments)
+    rest = (missing % longest,) if missing % longest else ()
+    return (*segments, *(longest,) * (missing // longest), *rest)
+
+
+PADDING_MASK = "padding_mask"
+"""Input of an MoE model: bool [B, S], True on padding, which the routers exclude from their losses."""
+NOISE = "embedding_noise"
+"""Input of the model in training with `neftune_noise_alpha`: an `EmbeddingNoise`."""
+PACKED = "packed_seq_params"
+"""Input of the model for a packed micro-batch: the boundaries of its sequences, a `PackedSequences`."""
+
+
+@dataclass(frozen=True)
+class Localization:
+    """Converts micro-batches to this process's part of them: padded, split over context-parallel ranks, on the
+    device."""
+
+    parallel: ParallelState
+    device: torch.device
+    sequence_parallel: bool
+    has_experts: bool
+    """Whether the model takes PADDING_MASK."""
+    token_multiple: int = 1
+    """Tokens of which each context-parallel rank's part of a sequence is a multiple."""
+    noise_alpha: float | None = None
+    """Value of `neftune_noise_alpha`, with which the model takes NOISE; None: no noise."""
+    hidden_size: int = 0
+    """Width of the embedding, which is the width of the noise."""
+
+    def shard(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> tuple[MicroBatch, ...]:
+        """Pad the micro-batches and take this context-parallel rank's shard of each, on the CPU.
+
+        With pipeline parallelism all micro-batches are padded to one length: if stages exchanged shapes, each
+        micro-batch would synchronize with the device.
+
+        Args:
+            extra_padding: tokens of padding beyond the layout's divisor.
+        """
+        lengths = [micro_batch.width + extra_padding for micro_batch in micro_batches]
+        if self.parallel.pp.size > 1 and lengths:
+            lengths = [max(lengths)] * len(lengths)
+        tp, cp = self.parallel.tp, self.parallel.cp
+        divisor = zigzag.sequence_divisor(tp.size, cp.size, self.sequence_parallel, self.token_multiple)
+        return tuple(
+            self._with_noise(shard(micro_batch, -(-length // divisor) * divisor, cp, self.has_experts), micro_batch)
+            for micro_batch, length in zip(micro_batches, lengths, strict=True)
+        )
+
+    def _with_noise(self, local: MicroBatch, whole: MicroBatch) -> MicroBatch:
+        """The shard `local` of a micro-batch with NOISE, if there is any."""
+        if self.noise_alpha is None:
+            return local
+        cp, width = self.parallel.cp, local.padded_width
+        rows, columns, lengths = _tokens(whole, width)
+        ids = zigzag.pad_to(whole.model_inputs["input_ids"], 1, width, 0)
+        noise = EmbeddingNoise.of(ids, rows, columns, lengths, self.noise_alpha, self.hidden_size)
+        noise = noise.select(zigzag.packed_positions(_segments(whole, width), cp.size, cp.rank))
+        return replace(local, model_inputs={**local.model_inputs, NOISE: noise})
+
+    def localize(self, micro_batches: Sequence[MicroBatch], extra_padding: int = 0) -> list[MicroBatch]:
+        """`shard` the micro-batches unless that was done ahead, and copy them to the device."""
+        with phase(DATA):
+            if not all(micro_batch.padded_width for micro_batch in micro_batches):
+                micro_batches = self.shard(micro_batches, extra_padding)
+            tokens = sum(micro_batch.num_rows * micro_batch.padded_width for micro_batch in micro_batches)
+            with phase(f"{COMPUTED_TOKENS}{tokens}"):
+                return [to_device(micro_batch, self.device) for micro_batch in micro_batches]
+
+
+def shard(micro_batch: MicroBatch, width: int, cp: Axis, with_padding_mask: bool = False) -> MicroBatch:
+    """Pad to `width` and take this context-parallel rank's shard, on the CPU.
+
+    A packed row is split sequence by sequence; the model's inputs then contain PACKED, the loss inputs
+    SEQUENCE_LENGTHS.
+
+    Args:
+        width: in tokens over all context-parallel ranks, a multiple of the layout's divisor.
+        with_padding_mask: add PADDING_MASK to the model's inputs.
+    """
+    seqdims, pad_values = micro_batch.seqdims, micro_batch.pad_values
+    segments = _segments(micro_batch, width)
+    positions = zigzag.packed_positions(segments, cp.size, cp.rank)
+
+    def local(name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or name not in seqdims:
+            return tensor
+        tensor = zigzag.pad_to(tensor, seqdims[name], width, pad_values.get(name, 0))
+        return tensor if cp.size == 1 else tensor.index_select(seqdims[name], positions)
+
+    model_inputs: dict[str, Any] = {name: local(name, tensor) for name, tensor in micro_batch.model_inputs.items()}
+    loss_inputs: dict[str, Any] = {name: local(name, tensor) for name, tensor in micro_batch.loss_inputs.items()}
+    if with_padding_mask:
+        rows, columns, lengths = _tokens(micro_batch, width)
+        model_inputs[PADDING_MASK] = (columns >= lengths[rows])[:, positions]
+    if micro_batch.segments:
+        from megatron_wrap.nn.attention.packed_sequences import PackedSequences
+
+        model_inputs[PACKED] = PackedSequences.of(segments, cp.size, cp.rank)
+        with_rest = [*micro_batch.segments, width - sum(micro_batch.segments)]
+        loss_inputs[SEQUENCE_LENGTHS] = torch.tensor(with_rest) // cp.size
+    return replace(micro_batch, padded_width=width, model_inputs=model_inputs, loss_inputs=loss_inputs)
+
+
+def to_device(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Copy a micro-batch to the device asynchronously, from page-locked memory."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if device.type == "cuda" and not tensor.is_pinned():
+            tensor = tensor.contiguous().pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    model_inputs: dict[str, Any] = {}
+    for name, value in micro_batch.model_inputs.items():
+        if value is None or isinstance(value, Tensor):
+            model_inputs[name] = None if value is None else move(value)
+        else:
+            model_inputs[name] = value.moved(move)  # PackedSequences, EmbeddingNoise
+    loss_inputs = {name: move(tensor) for name, tensor in micro_batch.loss_inputs.items()}
+    return replace(micro_batch, model_inputs=model_inputs, loss_inputs=loss_inputs)
+
+
+def _segments(micro_batch: MicroBatch, width: int) -> tuple[int, ...]:
+    """Widths of the sequences in a row of `width` tokens; one for all rows that are not packed."""
+    return filled_row(micro_batch.segments, width) if micro_batch.segments else (width,)
+
+
+def _tokens(micro_batch: MicroBatch, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Index of each token's sequence and its position in it, [B, width] each; tokens of each sequence."""
+    if not micro_batch.segments:
+        rows = torch.arange(micro_batch.num_rows)[:, None].expand(-1, width)
+        return rows, torch.arange(width).expand(micro_batch.num_rows, -1), micro_batch.lengths.long()
+    widths = torch.tensor(_segments(micro_batch, width))
+    lengths = torch.zeros_like(widths)
+    lengths[: len(micro_batch.lengths)] = micro_batch.lengths
+    rows = torch.arange(len(widths)).repeat_interleave(widths)
+    return rows[None], (torch.arange(width) - (widths.cumsum(0) - widths)[rows])[None], lengths

@@ -19,9 +19,9 @@ from megatron_wrap.data.order.bin_packing import (
     rows_of_similar_width,
     split_bins,
 )
-from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, collate
-from megatron_wrap.engine.batches.packed_rows import pack, padded_length
-from megatron_wrap.engine.batches.sample_sharing import micro_batch_indices
+from megatron_wrap.engine.batches.collation import collate
+from megatron_wrap.engine.batches.global_batch import micro_batch_indices
+from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, pack, padded_length
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.number_format import counted
@@ -148,6 +148,28 @@ def micro_batching_of(
         token_cost=flops.per_token,
         square_cost=flops.per_square,
     )
+
+
+def check_parts(sizes: Sequence[int], rule: MicroBatching, micro_batch_size: int, dp_size: int) -> None:
+    """Raise a DataError if a part of a step cannot be split into micro-batches of one size or, for an interleaved
+    pipeline, into a multiple of its stages.
+
+    Args:
+        sizes: samples of each part, over all replicas.
+        rule: the rule of the run.
+    """
+    if rule.capacity is not None:
+        return
+    multiple = rule.num_microbatches_multiple
+    unit = micro_batch_size * dp_size * multiple
+    for number, size in enumerate(sizes, 1):
+        if size % unit:
+            of_pipeline = f" x {multiple} of the interleaved pipeline" if multiple > 1 else ""
+            raise DataError(
+                f"wrap.count_weights: part {number} has {counted(size, 'sample')}, which is not a multiple of {unit} "
+                f"(micro_batch_size {micro_batch_size} x data-parallel size {dp_size}{of_pipeline}); split the batch "
+                "at other samples"
+            )
 
 
 def split_batch(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_wrap.engine.batches.context_parallel_shard import PADDING_MASK
-from megatron_wrap.engine.batches.micro_batch import MicroBatch
+from megatron_wrap.engine.batches.micro_batch import PADDING_MASK, MicroBatch
 from megatron_wrap.engine.passes.loss import ModelOutput
 from megatron_wrap.engine.passes.router_replay import RoutingReplay
 from megatron_wrap.engine.passes.stragglers import ForwardClock
@@ -21,6 +20,9 @@ from megatron_wrap.flow.contract.prediction import INPUT_IDS
 from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.parallel.collectives import gather_objects
 from megatron_wrap.parallel.state import ParallelState
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -152,3 +154,32 @@ class PipelineSchedule:
                     "set megatron_lm.model.arch.moe_token_dispatcher_type: alltoall, or collate to equal lengths "
                     "(megatron_wrap.flow.collate_type: fixed_length)"
                 )
+
+
+@contextmanager
+def deferred_reduction(chunks: Sequence[Any], config: TransformerConfig, share: float) -> Iterator[None]:
+    """Context in which runs of the schedule leave this rank's gradients in its buffers, as between micro-batches.
+
+    Args:
+        chunks, config: the model chunks of this process, and their configuration.
+        share: micro-batches of the run, as a share of those of the step. The schedule divides losses, and those of the
+            routers, by the micro-batches of a run (schedules.py, forward_step_calc_loss).
+    """
+    before = config.finalize_model_grads_func, config.no_sync_func, config.grad_sync_func, config.grad_scale_func
+    scale = config.grad_scale_func
+
+    def scaled(loss: Tensor) -> Tensor:
+        return (loss if scale is None else scale(loss)) * share
+
+    try:
+        config.finalize_model_grads_func = lambda *arguments, **keywords: None
+        config.no_sync_func = config.grad_sync_func = None
+        config.grad_scale_func = scaled
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+    finally:
+        finalize, no_sync, grad_sync, grad_scale = before
+        config.finalize_model_grads_func = finalize
+        config.no_sync_func, config.grad_sync_func, config.grad_scale_func = no_sync, grad_sync, grad_scale

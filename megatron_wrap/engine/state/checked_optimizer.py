@@ -4,7 +4,7 @@ synchronization, during which the device already updates. Import this module onl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,54 @@ from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor
 
-from megatron_wrap.engine.state.kernel_adam import KernelAdam
-from megatron_wrap.engine.state.open_step import Update
+from megatron_wrap.engine.state.state import Update
 from megatron_wrap.nn.kernels.available import has_triton
 from megatron_wrap.parallel.collectives import reduce_in_place
-from megatron_wrap.platform.megatron_core.adam import model_copies, without_model_copies
+from megatron_wrap.platform.megatron_core.adam import GroupStepAdam, model_copies, without_model_copies
 from megatron_wrap.platform.megatron_core.versions import gradients_for_norm, largest_gradient_norm
+
+
+class KernelAdam(GroupStepAdam):
+    """See `GroupStepAdam`. On a GPU with Triton, a kernel reads each gradient once, applies `gradient_factor`, and
+    writes copies of the parameters in the model's dtype. Elsewhere torch multiplies copies of a few gradients at a
+    time."""
+
+    copies: Mapping[Tensor, Tensor] | None = None
+    """Parameter -> copy that the next steps also write, as in `write_copies`; None: no copies."""
+
+    def write_copies(self, copies: Mapping[Tensor, Tensor] | None) -> None:
+        """Let the next steps also write new values to these copies of parameters, as in `model_copies`; None: to
+        none."""
+        self.copies = copies
+
+    def _update_group(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        copies = self.copies or {}
+        if not (params and has_triton() and all(param.is_cuda for param in params)):
+            super()._update_group(params, group)
+            for param in params:
+                if param in copies:
+                    copies[param].view(-1).copy_(param.view(-1))
+            return
+        from megatron_wrap.nn.kernels.optimizer import update
+
+        factor = self.gradient_factor
+        if not isinstance(factor, Tensor):
+            factor = torch.full((), factor, dtype=torch.float32, device=params[0].device)
+        for param in params:
+            state, grad = self.state[param], param.grad
+            assert grad is not None
+            update(
+                *(param, grad, state["exp_avg"], state["exp_avg_sq"]),
+                step=group["step"],
+                factor=factor,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                decoupled=self.adam_w_mode,
+                copy=copies.get(param),
+            )
+
 
 _LARGE = 2**22
 """Number of elements from which on a gradient has a separate kernel that sums its squares."""

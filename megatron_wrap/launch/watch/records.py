@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.parallel.watch import flight_recorder
-from megatron_wrap.parallel.watch.ending import ENDING
+from megatron_wrap.parallel.watch.ending import ENDING, INTERRUPTED, RESUME
 from megatron_wrap.parallel.watch.heartbeat import COLLECTIVES_REQUEST, HEARTBEAT, STACKS, STACKS_SIGNAL
-from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, RESUME
 from megatron_wrap.platform.base.machine import process_state
 
 FLIGHT_RECORDER = "flight_recorder"
@@ -28,7 +27,7 @@ _MAX_STACKS = 200_000
 """Largest number of bytes of a process's stacks."""
 _WAITING = (
     *("/torch/distributed/", "/torch/cuda/__init__.py", "/megatron/core/pipeline_parallel/"),
-    *("/megatron/core/distributed/", "/parallel/collectives.py", "/engine/passes/metric_reduction.py"),
+    *("/megatron/core/distributed/", "/parallel/collectives.py", "/platform/base/read_on_host.py"),
 )
 """Parts of the paths of files in whose functions a process waits for others."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')

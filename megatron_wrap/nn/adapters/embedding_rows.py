@@ -3,7 +3,7 @@
 The trained rows [N, hidden_size] are one parameter, whole on every tensor-parallel rank. They replace rows of the
 embedding's output and columns of the logits; no weight changes, so the model without them is bitwise the base. A model
 with tied weights has one parameter for both, or one each on the first and the last pipeline stage, whose gradients are
-added up after the backward pass (`engine/setup/token_rows.py`). Import this module only after the platform is
+added up after the backward pass (`setup/adapter.py`). Import this module only after the platform is
 installed.
 """
 

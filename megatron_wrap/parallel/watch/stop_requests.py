@@ -12,8 +12,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER, record_end
-from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, REPEATED_SECONDS, RESUME, InterruptWatch, interrupt
+from megatron_wrap.parallel.watch.ending import (
+    INTERRUPTED,
+    LAUNCHER_FOLDER,
+    REPEATED_SECONDS,
+    RESUME,
+    InterruptWatch,
+    interrupt,
+    record_end,
+)
 
 STOP_FILE = "STOP"
 """Name of the file in the output folder that requests a stop."""

@@ -10,6 +10,8 @@ import importlib.util
 import os
 import re
 import signal
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from platform import python_version
@@ -122,3 +124,22 @@ def how_it_ended(exit_code: int | None) -> str:
         return f"ended with exit code {exit_code}"
     reason = ", as the kernel does when memory runs out" if exit_code == -signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-exit_code).name}{reason}"
+
+
+GPU_KERNELS = ("fla", "causal_conv1d")
+"""Packages of GPU kernels that transformers' models also call on CPUs where they are installed
+(`integrations/hub_kernels.py`, use_kernel_func_from_hub_with_fallback)."""
+
+
+@contextlib.contextmanager
+def without_packages(names: tuple[str, ...]) -> Iterator[None]:
+    """Make imports of these packages fail, as if they were not installed. A module that is first imported in the block,
+    and chooses its functions then, keeps those functions."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None ends an import
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(hidden)

@@ -7,11 +7,14 @@ CUDA packages. In modules that are already imported, the names are rebound.
 
 The host program's `torch` and imports do not change, except for three Tensor methods that behave differently when
 Megatron-Core calls them. A few of Megatron-Core's functions are replaced (`replaced_functions.py`). `uninstall`
-restores everything except the malloc thresholds (`heap.py`).
+restores everything except the malloc thresholds (`keep_freed_memory`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -19,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform.base.platform import GIB, NEEDS_CUDA, WITHOUT_FUSED_KERNELS, Platform
-from megatron_wrap.platform.cpu.gloo import share_device
-from megatron_wrap.platform.cpu.heap import keep_freed_memory
 from megatron_wrap.platform.cpu.replaced_functions import replace_functions
 from megatron_wrap.platform.cpu.torch_view import MegatronFinder, TorchView, replace_tensor_methods
 from megatron_wrap.platform.megatron_core import adam, repairs
@@ -164,3 +166,87 @@ def _peak_bytes() -> int:
                 return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+_NICE = 5
+_THREADS = "/proc/self/task"
+
+
+def share_device(replacements: Replacements) -> None:
+    """Make all gloo groups that torch creates from now on share a device, and its socket polling thread, until the
+    replacements are undone. torch creates one device per group, whose thread wakes up a hundred times a second, and
+    Megatron-Core creates about twenty groups even for a small layout."""
+    if not torch.distributed.is_gloo_available():
+        return
+    module: Any = torch.distributed.distributed_c10d
+    backend = module.ProcessGroupGloo
+    devices: list[Any] = []
+
+    class SharedDevice(type):
+        """Metaclass of a replacement for ProcessGroupGloo: calls create a backend on the shared device."""
+
+        def __call__(cls, *arguments: Any, **named: Any) -> Any:
+            if len(arguments) != 3 or named.keys() != {"timeout"}:
+                # not the call of torch 2.11 to 2.13 (2.14 has one more argument): use a separate device
+                return backend(*arguments, **named)
+            devices[:] = devices or _devices_that_give_way(backend)
+            options = backend._Options()
+            options._devices = devices
+            options._threads = 2 * len(devices)
+            options._timeout = named["timeout"]
+            return backend(*arguments, options)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, backend)
+
+    replacements.set(module, "ProcessGroupGloo", SharedDevice("ProcessGroupGloo", (), {}))
+
+
+def _devices_that_give_way(backend: Any) -> list[Any]:
+    """Devices whose threads preempt no other thread, where threads have such priorities (Linux). While a thread that
+    sends holds a connection's lock, the device's thread polls without a pause, for a whole time slice if it has
+    preempted the sender."""
+    before = _threads()
+    devices = _devices(backend)
+    for thread in _threads() - before:
+        with contextlib.suppress(OSError):  # a container may not allow it
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread, _NICE)
+    return devices
+
+
+def _threads() -> set[int]:
+    """The threads of this process; empty where the system does not list them."""
+    return set(map(int, os.listdir(_THREADS))) if os.path.isdir(_THREADS) else set()
+
+
+def _devices(backend: Any) -> list[Any]:
+    """The devices that torch would create for a group (ProcessGroupGloo.cpp, and the binding's default constructor)."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(names) > 1:
+        return [backend.create_device(interface=name) for name in names.split(",")]
+    return [backend.create_default_device()]
+
+
+# malloc.h; mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER_TRIM = 2**31 - 1
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20  # limit of 64-bit glibc (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)
+_USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory of CPU tensors in this process until it exits, except blocks larger than 32 MiB, like PyTorch's
+    caching allocator on a GPU. By default glibc returns large blocks to the operating system, so that each new tensor
+    of a few megabytes causes page faults.
+
+    Returns:
+        False if nothing was set: no glibc, or the user sets malloc thresholds in the environment.
+    """
+    if any(name in os.environ for name in _USER_VARIABLES):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM) and mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD))

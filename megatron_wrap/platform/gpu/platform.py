@@ -14,7 +14,6 @@ from packaging.version import Version
 
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.platform.base.platform import GIB, WITHOUT_FUSED_KERNELS, Platform
-from megatron_wrap.platform.gpu.fp8_requirements import missing_for
 from megatron_wrap.platform.gpu.fp8_scales import forget_scales
 from megatron_wrap.platform.megatron_core import adam, graphs, repairs
 from megatron_wrap.platform.megatron_core.undoable_changes import Replacements
@@ -135,3 +134,38 @@ def _free_buffers() -> None:
     if getattr(modules, "_ub_communicators", None) is not None:
         modules.destroy_ub()  # type: ignore[union-attr]
     getattr(modules, "_dummy_wgrads", {}).clear()
+
+
+ADA, HOPPER = (8, 9), (9, 0)
+
+_NEEDS: dict[str, tuple[tuple[int, int], tuple[int, ...], tuple[int, int]]] = {
+    "delayed": (ADA, (2, 0), (12, 1)),
+    "tensorwise": (ADA, (2, 2), (12, 1)),
+    "blockwise": (HOPPER, (2, 3), (12, 9)),
+}
+"""Recipe -> minimum compute capability (Transformer Engine, pytorch/quantization.py), Transformer Engine
+(megatron/core/fp8_utils.py, get_fp8_recipe) and CUDA (quantization.py)."""
+
+
+def missing_for(
+    recipe: str, capability: tuple[int, int], transformer_engine: tuple[int, ...], cuda: tuple[int, ...]
+) -> str | None:
+    """Description of what this machine lacks for a recipe; None: nothing.
+
+    Args:
+        recipe: delayed, tensorwise or blockwise; the needs of others are unknown.
+        capability: compute capability of the GPU.
+        transformer_engine: version of Transformer Engine.
+        cuda: version of CUDA that torch is built for.
+    """
+    if recipe not in _NEEDS:
+        return None
+    names = ("a GPU of compute capability", "Transformer Engine", "CUDA")
+    for name, needed, here in zip(names, _NEEDS[recipe], (capability, transformer_engine, cuda), strict=True):
+        if here < needed:
+            return f"it needs {name} {_text(needed)} or later, this is {_text(here)}"
+    return None
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -24,7 +24,8 @@ _REPLACES, _STALE = "_replaces_first_gradient", "_has_gradient_of_last_step"
 
 
 def replaces_first(weight: Any) -> None:
-    """Make the first gradient of a step replace the weight's `main_grad`. Code that adds to `main_grad`, other than
+    """Make the first gradient of a step replace the weight's `main_grad`; to be called before DistributedDataParallel
+    is built, unless the weight's layer adds all of its gradients itself. Code that adds to `main_grad`, other than
     DistributedDataParallel, must first call `takes_first` or `zero_if_stale`.
 
     Not for a weight whose gradient is computed in a CUDA graph, which would write or add in each of its replays.
@@ -81,6 +82,8 @@ def use_in_megatron(replacements: Replacements) -> None:
     @functools.wraps(make_hook)
     def make_hook_of_complete(self: Any, parameter: Any) -> Any:
         hook = make_hook(self, parameter)
+        if not getattr(parameter, _REPLACES, False):
+            return hook
 
         def add_to_complete(*arguments: Any) -> None:
             zero_stale((parameter,))

@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 
 from megatron_wrap.bridge.adapters.run_adapter import run_adapter
-from megatron_wrap.checkpoint.adapter import base_facts, check_adapter
-from megatron_wrap.checkpoint.files.publish_and_prune import CheckpointStore
-from megatron_wrap.checkpoint.precheck import check_checkpoints
-from megatron_wrap.bridge.export.adapted import layers_with_adapters
 from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
 from megatron_wrap.checkpoint.saved_adapter import base_record, check_adapter
 from megatron_wrap.checkpoint.saved_run import check_checkpoints

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from _runs import read_rows, started, write_rows
 
 from megatron_wrap.core import MegatronWrap
-from megatron_wrap.engine.passes.metric_reduction import StartedReduction
-from megatron_wrap.engine.setup.linear_cross_entropy import KEY as LINEAR_CROSS_ENTROPY
-from megatron_wrap.engine.setup.linear_cross_entropy import avoidable_logits_bytes
-from megatron_wrap.engine.setup.memory_advice import memory_advice
+from megatron_wrap.engine.memory import KEY as LINEAR_CROSS_ENTROPY
+from megatron_wrap.engine.memory import avoidable_logits_bytes, memory_advice
+from megatron_wrap.engine.passes.loss import StartedReduction
 from megatron_wrap.errors import DataError, FlowError, MegatronWrapError, TrainingError
 from megatron_wrap.metrics.declared import ENGINE_METRICS
 from megatron_wrap.platform.megatron_core.versions import router_loss_values
@@ -102,7 +101,7 @@ def test_a_model_is_built_without_searches_for_reference_cycles(monkeypatch):
         assert not gc.isenabled()
         raise FlowError("no model")
 
-    monkeypatch.setattr("megatron_wrap.engine.setup.build.MegatronModelProviderEntry.get_provider", lambda _: provider)
+    monkeypatch.setattr("megatron_wrap.setup.model_chunks.MegatronModelProviderEntry.get_provider", lambda _: provider)
     with pytest.raises(FlowError, match="no model"), started():
         pass
     assert gc.isenabled()
@@ -641,6 +640,8 @@ def test_logits_that_linear_cross_entropy_would_not_store(is_on):
     key = f"{LINEAR_CROSS_ENTROPY}={str(is_on).lower()}"
     with started("megatron_lm.train.common.micro_batch_size=2", key) as wrap:
         padded = -(-wrap.config.arch.vocab_size // 128) * 128
-        size = avoidable_logits_bytes(wrap.state)
+        state = wrap.state
+        parts = state.config, state.parallel, state.chunks, state.shape.vocab_size
+        size = avoidable_logits_bytes(*parts)
         assert size == (0 if is_on else 2 * 2 * wrap.config.train.seq_length * padded * 4)
-        assert (LINEAR_CROSS_ENTROPY in memory_advice(wrap.state)) is not is_on
+        assert (LINEAR_CROSS_ENTROPY in memory_advice(*parts)) is not is_on

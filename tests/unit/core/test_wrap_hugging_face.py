@@ -49,7 +49,7 @@ def started(folder: Path, *overrides: str) -> MegatronWrap:
 def test_training_is_refused_if_the_model_differs(folder):
     import torch
 
-    from megatron_wrap.engine import verify
+    from megatron_wrap.evaluation import verify
 
     verify.TOLERANCE[torch.float32] = -1.0  # every comparison fails
     with (
@@ -175,7 +175,7 @@ def test_a_wrong_weight_table_is_found_although_the_round_trip_is_exact(folder):
     import dataclasses
 
     from megatron_wrap.bridge.families import llama
-    from megatron_wrap.engine.verify import verify_hugging_face
+    from megatron_wrap.evaluation.verify import verify_hugging_face
 
     def exchanged(arch: Any) -> Any:
         table = dict(correct.parameters(arch))

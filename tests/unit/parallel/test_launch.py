@@ -12,7 +12,7 @@ import torch
 from megatron_wrap.errors import ExitInRun
 from megatron_wrap.metrics.phases import current_phase, doing
 from megatron_wrap.parallel.launch import exit_on_user_error
-from megatron_wrap.parallel.watch.interrupts import INTERRUPTED, InterruptWatch
+from megatron_wrap.parallel.watch.ending import INTERRUPTED, InterruptWatch
 
 
 def test_a_main_thread_that_is_blocked_does_not_delay_the_end(capfd: pytest.CaptureFixture[str]) -> None:

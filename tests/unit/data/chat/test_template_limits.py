@@ -9,10 +9,8 @@ from pathlib import Path
 import chat_templates
 import pytest
 
-from megatron_wrap.config.schema.sources import SourceConfig
-from megatron_wrap.data.chat import templates, text_tokens
 from megatron_wrap.config.schema.data import SourceConfig
-from megatron_wrap.data.chat import templates, text_limits
+from megatron_wrap.data.chat import templates, text_tokens
 from megatron_wrap.data.chat.assistant_spans import render
 from megatron_wrap.data.chat.encode import encode_sample, prompt_token_ids
 from megatron_wrap.data.order.sample_reader import Preparation, SampleReader

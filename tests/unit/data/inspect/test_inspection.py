@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_wrap.config.schema.sources import SourceConfig
+from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.data.chat.encode import ChatTokens
 from megatron_wrap.data.inspect.inspection import (
     Inspection,

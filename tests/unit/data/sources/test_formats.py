@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_wrap.config.schema.sources import SourceConfig
-from megatron_wrap.data.chat.encode import encode_pair
 from megatron_wrap.config.schema.data import SourceConfig
-from megatron_wrap.data.chat.pairs import encode_pair
+from megatron_wrap.data.chat.encode import encode_pair
 from megatron_wrap.data.sources.formats import to_sample
 from megatron_wrap.errors import DataError
 

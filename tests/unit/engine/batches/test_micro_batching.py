@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches
+from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBatches, padded_length
 from megatron_wrap.engine.batches.micro_batching import (
     MicroBatching,
     micro_batching_of,
@@ -21,7 +21,6 @@ from megatron_wrap.engine.batches.micro_batching import (
     prepared_samples,
     split_batch,
 )
-from megatron_wrap.engine.batches.packed_rows import padded_length
 from megatron_wrap.errors import DataError, FlowError
 from megatron_wrap.flow import FlowContext, FlowOptions, LossOutput, MegatronWrapGPTModelFlow
 from megatron_wrap.parallel.state import Axis, ParallelState

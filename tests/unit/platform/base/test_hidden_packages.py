@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_wrap.platform.base.hidden_packages import without_packages
+from megatron_wrap.platform.base.machine import without_packages
 
 
 @pytest.mark.parametrize("imported", [False, True])

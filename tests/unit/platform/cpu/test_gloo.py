@@ -12,7 +12,7 @@ import datetime, os, torch
 import torch.distributed as dist
 from megatron_wrap.platform import choose_platform
 from megatron_wrap.platform.base.platform import Replacements
-from megatron_wrap.platform.cpu.gloo import share_device
+from megatron_wrap.platform.cpu.platform import share_device
 
 def threads_of(make):
     before = len(os.listdir("/proc/self/task"))

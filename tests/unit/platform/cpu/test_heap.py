@@ -8,7 +8,7 @@ import pytest
 
 FAULTS = """
 import resource, torch
-from megatron_wrap.platform.cpu.heap import keep_freed_memory
+from megatron_wrap.platform.cpu.platform import keep_freed_memory
 
 def step():
     parts = [torch.ones(4 * 2**20) for _ in range(3)]  # 16 MiB each

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_wrap.platform.gpu.fp8_requirements import missing_for
 from megatron_wrap.platform.gpu.fp8_scales import forget_scales
+from megatron_wrap.platform.gpu.platform import missing_for
 
 HOPPER, ADA, AMPERE = (9, 0), (8, 9), (8, 0)
 

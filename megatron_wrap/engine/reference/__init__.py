@@ -1,1 +1,0 @@
-"""The reference or teacher model: its weights, its outputs, and outputs computed before training."""

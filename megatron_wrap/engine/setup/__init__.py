@@ -1,1 +1,0 @@
-"""Builds the state of a run from its configuration."""

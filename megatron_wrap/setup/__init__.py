@@ -1,0 +1,1 @@
+"""The objects of a run, built from its configuration."""
