@@ -11,7 +11,7 @@ from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.check import report
 from megatron_wrap.cli.launching import add_launch_arguments, launch_of, launcher_of, rendezvous_of
 from megatron_wrap.config import RunConfig
-from megatron_wrap.core.remote.local_copies import with_local_copies
+from megatron_wrap.core.local_copies import with_local_copies
 from megatron_wrap.core.validation.validations import Item
 from megatron_wrap.errors import ConfigError, ProcessError
 from megatron_wrap.launch.agent import launch_processes, python_call
