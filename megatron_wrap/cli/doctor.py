@@ -16,8 +16,8 @@ from megatron_wrap.core.validation.validations import Item
 from megatron_wrap.errors import ConfigError, ProcessError
 from megatron_wrap.launch.agent import launch_processes, python_call
 from megatron_wrap.launch.contract import Program
-from megatron_wrap.launch.doctor.catalogue import CHECKS
 from megatron_wrap.launch.doctor.checks import NodeAnswers, Subject, answers, merged
+from megatron_wrap.launch.doctor.node import CHECKS
 from megatron_wrap.launch.nodes import nodes_of
 from megatron_wrap.parallel.watch.ending import record_end
 from megatron_wrap.platform.base.machine import visible_gpus

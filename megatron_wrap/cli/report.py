@@ -7,10 +7,9 @@ from pathlib import Path
 
 from megatron_wrap.checkpoint.files.complete_checkpoints import CheckpointFolder, read_facts
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.report.curves import write_png_files
-from megatron_wrap.report.run_charts import charts_of
+from megatron_wrap.report.page import write_png_files
 from megatron_wrap.report.run_files import RunFiles, read_run_files
-from megatron_wrap.report.run_page import ReportedRun, build_page, labels_of
+from megatron_wrap.report.run_page import ReportedRun, build_page, charts_of, labels_of
 from megatron_wrap.utils.atomic_write import named_write_errors
 
 

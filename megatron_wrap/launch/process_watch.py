@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.watch.records import ENDS, FLIGHT_RECORDER, Ending, ProcessRecords
+from megatron_wrap.launch.process_records import ENDS, FLIGHT_RECORDER, Ending, ProcessRecords
 from megatron_wrap.metrics.phases import DATA, GRADIENTS, LOSS, OPTIMIZER
 from megatron_wrap.platform.base.machine import how_it_ended, process_state
 
