@@ -1,5 +1,5 @@
-"""`--launcher slurm`: a Slurm job, whose file is written into the output folder and submitted by sbatch; the record, the
-state and the console of submitted jobs."""
+"""`--launcher slurm`: a Slurm job, whose file is written into the output folder and submitted by sbatch; record, state
+and console of submitted jobs."""
 
 from __future__ import annotations
 
