@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _checkpoints(files: RunFiles) -> list[tuple[str, str, str, str]]:
     """(iteration, GiB, folder, note) of the complete checkpoints that are there now."""
-    folder = files.facts.get("checkpoints")
+    folder = files.description.get("checkpoints")
     if folder is None:
         return []
     store = CheckpointFolder(folder)

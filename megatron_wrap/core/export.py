@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
 from megatron_wrap.bridge.export.adapted import layers_with_adapters
 from megatron_wrap.bridge.export.export_format import ExportFormat, export_format
-from megatron_wrap.bridge.export.kept_vision import KeptVision
 from megatron_wrap.bridge.export.model_card import write_model_card
 from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_adapter, save_pretrained, upload
 from megatron_wrap.bridge.export.training_record import TrainingRecord, training_record
@@ -28,6 +27,9 @@ from megatron_wrap.errors import ConfigError
 from megatron_wrap.parallel.agreement import on_rank_0
 from megatron_wrap.utils.dist_logger import logger
 
+if TYPE_CHECKING:
+    from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
+
 
 def save_folder(
     run: Run,
@@ -41,7 +43,11 @@ def save_folder(
     """Write a Hugging Face folder, or the run's adapter as a peft folder; with a model card if the model was trained
     here. Collective; see `MegatronWrap.save_pretrained`."""
     state, hf_format = run.state, _format(run.state, family)
-    vision = KeptVision.of(hf_format) if keep_vision else None
+    vision = None
+    if keep_vision:
+        from megatron_wrap.bridge.export.kept_vision import KeptVision
+
+        vision = KeptVision.of(hf_format)
     if state.config.adapter.adapter_type != "none" and not merge:
         if vision is not None:
             raise ConfigError("keep_vision writes a whole model, and an adapter is exported alone; set merge")
@@ -78,6 +84,8 @@ def weight_source(
     state: TrainingState, dtype: str | torch.dtype | None, family: str | None, adapter: bool
 ) -> RolloutWeights:
     """The weights for a rollout engine; each pass yields the current ones. Collective."""
+    from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
+
     hf_format, is_sender = _format(state, family), state.parallel.world.rank == 0
     return RolloutWeights(lambda: _stream(state, hf_format, dtype, adapter), is_sender)
 

@@ -22,7 +22,7 @@ from megatron_wrap.engine.state.state import StepReport, TrainingState
 from megatron_wrap.errors import DataError, TrainingError
 from megatron_wrap.hidden_secrets import without_secrets
 from megatron_wrap.profiling.step_profiler import StepProfiler
-from megatron_wrap.report.run_files import read_run_files
+from megatron_wrap.report.run_files import RUN_JSON, read_run_files
 from megatron_wrap.utils.atomic_write import named_write_errors, write_atomically
 from megatron_wrap.utils.console_lines import MAX_LENGTH, ConsoleLines
 from megatron_wrap.utils.dist_logger import logger
@@ -31,7 +31,6 @@ from megatron_wrap.utils.logger_errors import WRITABLE, ToleratedErrors
 from megatron_wrap.utils.metric_loggers import MetricLoggerContext, MetricLoggers, build_metric_loggers
 from megatron_wrap.utils.progress import ProgressBar
 
-RUN_JSON = "run.json"
 _PROMPT_LENGTH = 50
 """Largest number of characters of a prompt on the console."""
 
@@ -178,7 +177,7 @@ def write_run_json(state: TrainingState, output_dir: Path, resumed_from: int | N
     if logger.rank != 0:
         return
     config, parallel = state.config, state.parallel
-    facts = {
+    description = {
         "name": config.name,
         "flow": config.flow.flow_key,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -193,13 +192,13 @@ def write_run_json(state: TrainingState, output_dir: Path, resumed_from: int | N
     path = output_dir / RUN_JSON
     with named_write_errors(path, WRITABLE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, _json(facts, values))
+        write_atomically(path, _json(description, values))
 
 
-def _json(facts: Mapping[str, Any], values: Sequence[list[str]]) -> str:
-    """The facts as JSON, with a line for each value of the configuration. The values are encoded without an indent,
-    which json does in C."""
-    text = json.dumps(facts, indent=1, ensure_ascii=False).removesuffix("\n}")
+def _json(description: Mapping[str, Any], values: Sequence[list[str]]) -> str:
+    """The description as JSON, with a line for each value of the configuration. The values are encoded without an
+    indent, which json does in C."""
+    text = json.dumps(description, indent=1, ensure_ascii=False).removesuffix("\n}")
     lines = ",\n  ".join(json.dumps(value, ensure_ascii=False) for value in values)
     return f'{text},\n "configuration": [\n  {lines}\n ]\n}}\n'
 
@@ -220,9 +219,14 @@ def _environment(state: TrainingState) -> dict[str, str]:
     """Names and versions of this process's machine and packages."""
     device = state.platform.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else host.machine()
-    facts = {"platform": state.platform.name, "device": device_name, "host": host.node(), "system": host.platform()}
-    facts["python"] = host.python_version()
-    return {**facts, **package_versions()}
+    return {
+        "platform": state.platform.name,
+        "device": device_name,
+        "host": host.node(),
+        "system": host.platform(),
+        "python": host.python_version(),
+        **package_versions(),
+    }
 
 
 def recorded_evaluation(output_dir: str, iteration: int) -> tuple[int, Mapping[str, float]] | None:

@@ -59,12 +59,13 @@ class MegatronWrap:
     """
 
     def __init__(self, config: str | os.PathLike[str] | RunConfig, overrides: Sequence[str] = ()) -> None:
-        self.given_config = with_local_copies(config if isinstance(config, RunConfig) else read_run(config, overrides))
+        config = config if isinstance(config, RunConfig) else read_run(config, overrides)
+        self.requested_config = with_local_copies(config)
         """The configuration as it was passed."""
-        self.config = self.given_config
+        self.config = self.requested_config
         """The configuration in force. From `setup_model_and_optimizer` on, it has values for the keys that were left
         open, chosen for machine, layout and checkpoint."""
-        self._reference_config = validate(self.given_config)
+        self._reference_config = validate(self.requested_config)
         self.platform = choose_platform(self.config.init.platform)
         self.tokenizer: Any = None
         self._session = ExitStack()
@@ -202,7 +203,7 @@ class MegatronWrap:
         from megatron_wrap.plan.pipeline_split import with_split
 
         self.tokenizer = run_tokenizer(self.config.data)
-        requested = self.given_config
+        requested = self.requested_config
         vocab_size = model_vocab_size(requested.arch, self.tokenizer, requested.model_provider.hf_path)
         if training:
             counted = with_train_iters(requested, parallel, self.tokenizer)

@@ -47,7 +47,7 @@ class StepProfiler:
     Args:
         iteration: number of steps already taken.
         folder: receives the files, in a subfolder for each range of consecutive iterations.
-        run: facts about the run, without the numbers that are measured.
+        run: description of the run, without the numbers that are measured.
         flops: FLOPs of a step.
         avoidable_logits_bytes: memory of this process that linear_cross_entropy would save.
     """
@@ -256,19 +256,19 @@ def table_text(report: ProfileReport) -> str:
         times = [(step.step_ms, 1.0) if row == "step" else (step.milliseconds[row], step.share(row)) for step in steps]
         name = "idle (Python)" if row == IDLE and not steps[0].on_gpu else row
         lines.append(f"{name:<24}" + "".join(f"{time:>11,.1f} ms {share:>6.1%}" for time, share in times))
-    lines += ["", *_facts(report), *_waits(report, chosen), "", *_advice(report)]
+    lines += ["", *_summary(report), *_waits(report, chosen), "", *_advice(report)]
     return "\n".join(lines)
 
 
-def _facts(report: ProfileReport) -> list[str]:
+def _summary(report: ProfileReport) -> list[str]:
     step = report.ranks[report.slowest]
-    facts = [f"{report.tflops:.3g} model TFLOP/s per device", f"{report.peak_memory_gib:.1f} GiB"]
-    facts.append(f"{step.num_kernels:,.0f} {'kernels' if step.on_gpu else 'operations'} a step")
+    parts = [f"{report.tflops:.3g} model TFLOP/s per device", f"{report.peak_memory_gib:.1f} GiB"]
+    parts.append(f"{step.num_kernels:,.0f} {'kernels' if step.on_gpu else 'operations'} a step")
     if report.padding_share:
-        facts.append(f"{report.padding_share:.0%} padding")
+        parts.append(f"{report.padding_share:.0%} padding")
     if step.communication_ms:
-        facts.append(f"{step.communication_ms:,.1f} ms of communication in all")
-    lines = [", ".join(facts)]
+        parts.append(f"{step.communication_ms:,.1f} ms of communication in all")
+    lines = [", ".join(parts)]
     if report.usual_step_ms is not None:
         slower = step.step_ms / report.usual_step_ms - 1
         note = "; the profiler slows Python down, so idle is less without it" if slower > 0.05 else ""

@@ -20,7 +20,7 @@ class Item:
     """One item of a page on which the reader steps through items."""
 
     title: str
-    facts: Sequence[str]
+    details: Sequence[str]
     texts: Sequence[Sequence[tuple[str, str]]]
     """Texts of the item, each as parts (text, kind); a kind is `trained`, `other` or `cut`."""
     labels: Sequence[str] = ()

@@ -42,7 +42,9 @@ def build_page(runs: Sequence[ReportedRun]) -> str:
     files, labels = [run.files for run in runs], [run.label for run in runs]
     summaries = [_summary(run) for run in files]
     names = _keys(summaries)
-    environments = {run.label: run.files.facts["environment"] for run in runs if run.files.facts.get("environment")}
+    environments = {
+        run.label: run.files.description["environment"] for run in runs if run.files.description.get("environment")
+    }
     return rendered(
         TEMPLATES / "run.html",
         title=f"Run {labels[0]}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(labels)}",
@@ -75,22 +77,22 @@ def _rows_by_key(mappings: Iterable[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _subtitle(run: RunFiles) -> str:
-    facts = run.facts
-    layout = facts.get("layout", {})
+    description = run.description
+    layout = description.get("layout", {})
     sizes = [f"{name.upper()} {size}" for name, size in layout.items() if isinstance(size, int) and size > 1]
-    parts = [str(facts["flow"])] if "flow" in facts else []
-    if "processes" in facts:
-        parts.append(counted(facts["processes"], "process"))
+    parts = [str(description["flow"])] if "flow" in description else []
+    if "processes" in description:
+        parts.append(counted(description["processes"], "process"))
     parts += [", ".join(sizes)] if sizes else []
-    parts += [f"started {facts['started']}"] if "started" in facts else []
-    if facts.get("resumed_from") is not None:
-        parts.append(f"resumed from iteration {facts['resumed_from']}")
+    parts += [f"started {description['started']}"] if "started" in description else []
+    if description.get("resumed_from") is not None:
+        parts.append(f"resumed from iteration {description['resumed_from']}")
     return ", ".join(parts) or str(run.folder)
 
 
 def _summary(run: RunFiles) -> Mapping[str, str]:
     """Name -> number of a run, for the numbers that the run has."""
-    total, last = run.facts.get("train_iters"), max([*run.steps, *run.evaluations])
+    total, last = run.description.get("train_iters"), max([*run.steps, *run.evaluations])
     numbers = {"steps": f"{last:,}" if total is None else f"{last:,} of {total:,}"}
     losses = _values(run, "loss")[-10:]
     if losses:
@@ -147,7 +149,9 @@ def _texts(runs: Sequence[ReportedRun]) -> dict[str, Any]:
 
 def _configurations(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     """(label, all values, values that the run sets) of each run, and the values in which the runs differ."""
-    known = {run.label: run.files.facts["configuration"] for run in runs if run.files.facts.get("configuration")}
+    known = {
+        run.label: run.files.description["configuration"] for run in runs if run.files.description.get("configuration")
+    }
     rows = _rows_by_key([{path: value for path, value, _ in entries} for entries in known.values()])
     return {
         "configurations": [

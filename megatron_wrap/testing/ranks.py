@@ -215,7 +215,9 @@ _PRELOADED = (
     "numpy.random",
     "torch._dynamo",  # Megatron-Core's optimizer imports it
     "megatron_wrap.core.wrap",
-    "megatron_wrap.core.run",
+    "megatron_wrap.core.after_step",
+    "megatron_wrap.core.evaluation",
+    "megatron_wrap.core.export",
     "megatron_wrap.parallel.launch",
     "megatron_wrap.parallel.watch.heartbeat",
     "megatron_wrap.parallel.loopback",

@@ -37,7 +37,7 @@ RUN = ProfiledRun(
 
 
 def _step(on_gpu: bool = True, exposed: dict[str, float] | None = None, **times: float) -> StepBreakdown:
-    """A step of 1,000 ms; the time that `times` does not use is matrix products."""
+    """A step of 1,000 ms; the time that `times` does not use is matmuls."""
     exposed = exposed or {}
     named = {name: times.get(name, 0.0) for name in kinds.KINDS} | {kinds.COMMUNICATION: sum(exposed.values())}
     named[kinds.MATMUL] = 1000.0 - sum(named.values())
@@ -62,7 +62,7 @@ FREE, ONE = {"peak_gib": 50.0}, {"num_microbatches": 1}
 CASES = {
     "data": _case("megatron_wrap.data.num_workers=2", 80.0, data=80.0),
     "idle": _case(f"{MICRO}=4", 60.0, run={**FREE, "product_flops": 800e12}, idle=60.0),
-    "small products": _case(f"{MICRO}=4", 1000 - 500e12 / 0.8 / 989e9, run=FREE),
+    "small matmuls": _case(f"{MICRO}=4", 1000 - 500e12 / 0.8 / 989e9, run=FREE),
     "reduction": _case(f"{DDP}.overlap_grad_reduce=true", 60.0, run={"dp_size": 2}, exposed=REDUCED),
     "gathering": _case(
         f"{DDP}.overlap_param_gather=true",
@@ -138,7 +138,7 @@ def test_the_table_has_rank_0_and_the_slowest() -> None:
     assert report.slowest == 2
     assert shown[0] == f"{title}, iterations 6 to 8"
     assert "rank 2 (slowest)" in shown[1]
-    assert shown[2].split() == ["matrix", "products", "900.0", "ms", "90.0%", "1,000.0", "ms", "100.0%"]
+    assert shown[2].split() == ["matmuls", "900.0", "ms", "90.0%", "1,000.0", "ms", "100.0%"]
     assert any("12.5 ms, such as my_kernel" in line for line in shown)
     assert any("25% padding" in line for line in shown)
     assert any("50.0 ms (5.0%)" in line for line in shown)
