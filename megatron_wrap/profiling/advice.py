@@ -60,7 +60,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """Facts about a profiled run that its configuration does not contain, on one process."""
+    """Properties of a profiled run beside its configuration, on one process."""
 
     device: str
     """Name of the GPU; "" on a CPU."""
