@@ -23,7 +23,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.config.standalone_checks import check_configuration
 from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
-from megatron_wrap.launch.nodes import nodes_of
+from megatron_wrap.launch.interface import nodes_of
 from megatron_wrap.plan.context_exchange import exchange_choice
 from megatron_wrap.plan.pipeline_split import split_choice
 from megatron_wrap.platform.base.machine import this_machine

@@ -13,7 +13,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.launch import LaunchConfig
 from megatron_wrap.core.local_copies import with_local_copies
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.contract import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
+from megatron_wrap.launch.interface import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
 from megatron_wrap.launch.local import LocalLauncher
 
 

@@ -23,7 +23,7 @@ from megatron_wrap.config.checks.process_count import check_layout
 from megatron_wrap.config.checks.run import check_run, check_values
 from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract import Program
+from megatron_wrap.launch.interface import Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from megatron_wrap.cli.launching import (
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract import Program
+from megatron_wrap.launch.interface import Program
 
 _NOTHING_SAVED = (
     *(f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "early_stop_patience")),

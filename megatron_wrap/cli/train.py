@@ -32,7 +32,7 @@ from megatron_wrap.config.schema.derived import output_dir, tensorboard_dir
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.contract import LAUNCHED_BY, Program
+from megatron_wrap.launch.interface import LAUNCHED_BY, Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

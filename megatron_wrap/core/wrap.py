@@ -206,8 +206,8 @@ class MegatronWrap:
         requested = self.requested_config
         vocab_size = model_vocab_size(requested.arch, self.tokenizer, requested.model_provider.hf_path)
         if training:
-            counted = with_train_iters(requested, parallel, self.tokenizer)
-            self.config = decided(counted, self.platform, parallel, vocab_size)
+            config = with_train_iters(requested, parallel, self.tokenizer)
+            self.config = decided(config, self.platform, parallel, vocab_size)
         else:
             self.config = with_split(
                 self.config, model_shape(self.config, vocab_size), on_rank_0(lambda: self.platform.device_name)

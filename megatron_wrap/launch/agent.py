@@ -23,7 +23,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.errors import ProcessError
-from megatron_wrap.launch.nodes import MEETING_PORT, Nodes
+from megatron_wrap.launch.interface import MEETING_PORT, Nodes
 from megatron_wrap.launch.process_records import ENDS, ProcessRecords
 from megatron_wrap.launch.process_watch import FAILURE, ProcessWatch, cause_of, error_of, first_failure
 from megatron_wrap.parallel import rank_log

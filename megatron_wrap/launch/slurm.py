@@ -22,7 +22,7 @@ from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.config.schema.run import SECTION_PATHS
 from megatron_wrap.errors import ConfigError, PlatformError
 from megatron_wrap.hidden_secrets import HIDDEN, SECRET_NAME, hide_secrets, without_secrets
-from megatron_wrap.launch.contract import Ended, Launch, Launcher, show_from
+from megatron_wrap.launch.interface import Ended, Launch, Launcher, show_from
 from megatron_wrap.parallel.watch.interrupts import RESUME
 from megatron_wrap.utils.atomic_write import write_atomically
 

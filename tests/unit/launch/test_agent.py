@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from megatron_wrap.config import load_run_config
 from megatron_wrap.launch.agent import LauncherSignals, exit_code_of, launch_processes
-from megatron_wrap.launch.nodes import Nodes
+from megatron_wrap.launch.interface import Nodes
 from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER, READY, REQUEST, STOPPED
 
 ROOT = Path(__file__).parents[3]
