@@ -19,9 +19,7 @@ from megatron_wrap.cli.check import add_script_argument, check_of, report, scrip
 from megatron_wrap.cli.launching import (
     add_launch_arguments,
     add_start_arguments,
-    launch_of,
     launch_options,
-    launcher_of,
     read_for_launch,
     shares_files,
     started,
@@ -58,12 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     script = ["--script", own_script] if own_script else []
     command = ("train", arguments.config, *script, *arguments.overrides)
     program = Program((arguments.config, *arguments.overrides), own_script)
-    launch = launch_of(config, arguments, command, program)
-    launcher = launcher_of(config, arguments)
     # the command that submitted a job of Slurm has validated the run, with the same files
-    if not arguments.dry_run and os.environ.get(LAUNCHED_BY) != "slurm":
-        validate(config, launcher.world_size(launch), own_script is not None, has_files)
-    ended = started(launch, launcher, arguments)
+    is_checked = arguments.dry_run or os.environ.get(LAUNCHED_BY) == "slurm"
+
+    def check(num_processes: int) -> None:
+        if not is_checked:
+            validate(config, num_processes, own_script is not None, has_files)
+
+    ended = started(config, arguments, command, program, check)
     if ended.finished:
         again = ["train", arguments.config, *script, *launch_options(arguments), *arguments.overrides]
         print(hide_secrets(next_steps(config, again, evaluates=own_script is None)))
