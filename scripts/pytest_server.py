@@ -48,7 +48,7 @@ def import_all(modules: list[str]) -> None:
     """Import what the tests import, and keep the objects of it out of garbage collections."""
     sys.path[0] = os.getcwd()  # as for `python -m pytest`
     importlib.import_module(FIRST)
-    from megatron_wrap.testing.pools import import_for_ranks
+    from megatron_wrap.testing.ranks import import_for_ranks
 
     import_for_ranks()
     for name in ("pytest", *modules):

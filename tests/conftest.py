@@ -145,7 +145,7 @@ def imported_for_ranks() -> None:
 @functools.cache
 def _import_for_ranks() -> None:
     """Here, once, so that no forked process has to."""
-    from megatron_wrap.testing.pools import import_for_ranks
+    from megatron_wrap.testing.ranks import import_for_ranks
 
     import_for_ranks()
     _read_for_runs()

@@ -88,7 +88,7 @@ def run_record(config: RunConfig, layout: Mapping[str, Any], vocab_size: int) ->
         manifest["base"] = base_record(config)
     if others := other_adapters(config):
         manifest["other_adapters"] = others
-    return RunRecord(config.resolved_yaml, manifest, adapter_alone)
+    return RunRecord(config.record, manifest, adapter_alone)
 
 
 def save_checkpoint(

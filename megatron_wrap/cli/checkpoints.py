@@ -112,16 +112,16 @@ def _notes(iteration: int, newest: int | None, best: int | None) -> list[str]:
     return [note for note, noted in (("newest", newest), ("best", best)) if noted == iteration]
 
 
-def _row(name: str, size: int, saved: str, facts: Mapping[str, Any], *states: str) -> tuple[str, ...]:
-    version = str(facts.get("megatron_core", "unknown"))
-    return name, f"{with_prefix(size)}B", saved, _layout(facts.get("layout")), version, ", ".join(states)
+def _row(name: str, size: int, saved: str, metadata: Mapping[str, Any], *states: str) -> tuple[str, ...]:
+    version = str(metadata.get("megatron_core", "unknown"))
+    return name, f"{with_prefix(size)}B", saved, _layout(metadata.get("layout")), version, ", ".join(states)
 
 
-def _layout(facts: Any) -> str:
+def _layout(metadata: Any) -> str:
     """Name of the layout as in the log of a run, such as `tp2 pp1 cp1 dp1`."""
-    if not isinstance(facts, dict):
+    if not isinstance(metadata, dict):
         return "unknown"
-    return " ".join(f"{axis}{facts.get(axis)}" for axis in _AXES if axis != "ep" or facts.get(axis, 1) != 1)
+    return " ".join(f"{axis}{metadata.get(axis)}" for axis in _AXES if axis != "ep" or metadata.get(axis, 1) != 1)
 
 
 def _hint(folder: Path) -> str:

@@ -11,14 +11,13 @@ from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.check import report
 from megatron_wrap.cli.launching import add_launch_arguments, launch_of, launcher_of, rendezvous_of
 from megatron_wrap.config import RunConfig
-from megatron_wrap.core.remote.local_copies import with_local_copies
+from megatron_wrap.core.local_copies import with_local_copies
 from megatron_wrap.core.validation.validations import Item
 from megatron_wrap.errors import ConfigError, ProcessError
 from megatron_wrap.launch.agent import launch_processes, python_call
-from megatron_wrap.launch.contract import Program
-from megatron_wrap.launch.doctor.catalogue import CHECKS
 from megatron_wrap.launch.doctor.checks import NodeAnswers, Subject, answers, merged
-from megatron_wrap.launch.nodes import nodes_of
+from megatron_wrap.launch.doctor.node import CHECKS
+from megatron_wrap.launch.interface import Program, nodes_of
 from megatron_wrap.parallel.watch.ending import record_end
 from megatron_wrap.platform.base.machine import visible_gpus
 
@@ -104,7 +103,7 @@ def run_process(as_json: str, config: str, *overrides: str) -> None:
 
 def _of_rank(config: RunConfig | None, as_json: bool) -> int:
     """Print the report on global rank 0; returns the exit code, on the first process of each node, else 0."""
-    from megatron_wrap.launch.doctor.ranks import report_of_all
+    from megatron_wrap.launch.doctor.between_processes import report_of_all
 
     items = report_of_all(config) or []
     return _printed(items, as_json) if os.environ["RANK"] == "0" else _exit_code(items)

@@ -31,7 +31,7 @@ from megatron_wrap.config.schema.keys import describe_key, describe_type, docume
 from megatron_wrap.config.schema.run import SECTION_AT, SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
 from megatron_wrap.errors import ConfigError, LayoutError, Mistakes, closest, did_you_mean
-from megatron_wrap.launch.nodes import nodes_of
+from megatron_wrap.launch.interface import nodes_of
 from megatron_wrap.plan.context_exchange import exchange_choice
 from megatron_wrap.plan.pipeline_split import split_choice
 from megatron_wrap.platform.base.machine import this_machine

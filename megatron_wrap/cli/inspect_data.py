@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from megatron_wrap.bridge.loading.hub import read_run
     from megatron_wrap.cli.inspect_page import build_page, encoder, shown, summary
-    from megatron_wrap.core.remote.local_copies import with_local_copies
+    from megatron_wrap.core.local_copies import with_local_copies
     from megatron_wrap.core.validation.paths import check_run
     from megatron_wrap.core.validation.setup import check_flow
     from megatron_wrap.data.chat.tokenizer import run_tokenizer

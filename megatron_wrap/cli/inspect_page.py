@@ -36,7 +36,7 @@ _LONGEST_TEXT = 20_000
 """Largest number of characters of a sample on the page."""
 
 
-def facts(sample: Inspected) -> list[str]:
+def details(sample: Inspected) -> list[str]:
     """A sample's numbers and mistakes, in words."""
     trained = sum(tokens.count("trained") for tokens in sample.sequences)
     cut = sum(tokens.count("cut") for tokens in sample.sequences)
@@ -75,7 +75,7 @@ def build_page(
     }
     bin_width, bins = histogram(inspection.whole_lengths)
     samples = [
-        Item(sample.where(), [sample.source, *facts(sample)], _texts(sample, tokenizer), sample.mistakes)
+        Item(sample.where(), [sample.source, *details(sample)], _texts(sample, tokenizer), sample.mistakes)
         for sample in inspection.shown
     ]
     labels = [key for key in MISTAKES if any(key in sample.labels for sample in samples)]
@@ -199,7 +199,7 @@ def _collated(flow: MegatronWrapTrainingFlowBase, prepared: Any) -> Sequence[Tok
 
 def shown(sample: Inspected, tokenizer: Any, in_color: bool) -> str:
     """A sample for the terminal: trained tokens in color or in [[ ]], truncated ones struck out or in ~~ ~~."""
-    lines = [f"{sample.where()}  {', '.join(facts(sample))}"]
+    lines = [f"{sample.where()}  {', '.join(details(sample))}"]
     for tokens in sample.sequences:
         marks = _COLORS if in_color else _SIGNS
         runs = ((*marks[kind], visible(text)) for text, kind in segments(tokenizer, tokens))

@@ -10,7 +10,7 @@ from megatron_wrap.cli.arguments import count
 from megatron_wrap.cli.text_table import text_table
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.slurm_jobs import (
+from megatron_wrap.launch.slurm import (
     ENDED,
     JobState,
     SubmittedJob,

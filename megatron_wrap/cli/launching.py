@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args, get_type_hints
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.arguments import count
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.schema.launch import LaunchConfig
-from megatron_wrap.core.remote.local_copies import with_local_copies
+from megatron_wrap.core.local_copies import with_local_copies
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.contract import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
+from megatron_wrap.launch.interface import LAUNCHED_BY, Ended, Launch, Launcher, Program, Rendezvous
 from megatron_wrap.launch.local import LocalLauncher
 
 
@@ -131,8 +131,22 @@ def counted_processes(config: RunConfig, arguments: argparse.Namespace) -> int:
     return launcher_of(config, arguments).world_size(launch_of(config, arguments, (), Program(())))
 
 
-def started(launch: Launch, launcher: Launcher, arguments: argparse.Namespace) -> Ended:
-    """Start the run, and wait for its end if the launcher or --wait does; with --dry-run, print what would run."""
+def started(
+    config: RunConfig,
+    arguments: argparse.Namespace,
+    command: Sequence[str],
+    program: Program,
+    check: Callable[[int], object],
+) -> Ended:
+    """Check and start the run, and wait for its end if the launcher or --wait does; with --dry-run, print what would
+    run.
+
+    Args:
+        command: arguments of `megatron-wrap` without those of launchers.
+        check: raises an error if the run cannot succeed with this number of processes.
+    """
+    launch, launcher = launch_of(config, arguments, command, program), launcher_of(config, arguments)
+    check(launcher.world_size(launch))
     if arguments.dry_run:
         print(hide_secrets(f"would run: {launcher.preview(launch)}"))
         return Ended(0, finished=False)

@@ -12,7 +12,7 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.inference.trained_model import SOURCES, read_model
 from megatron_wrap.launch.agent import launch_processes, python_call
-from megatron_wrap.launch.nodes import nodes_of
+from megatron_wrap.launch.interface import nodes_of
 
 if TYPE_CHECKING:
     from megatron_wrap.core import MegatronWrap

@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"{name}.jsonl": _filled("samples.jsonl", {}),
         f"test_{name}.py": _filled("test_flow.py.txt", values),
     }
-    taken = [str(folder / file) for file in contents if (folder / file).exists()]
-    if taken:
-        raise ConfigError(f"{', '.join(taken)}: exists already; choose another name or --folder")
+    existing = [str(folder / file) for file in contents if (folder / file).exists()]
+    if existing:
+        raise ConfigError(f"{', '.join(existing)}: exists already; choose another name or --folder")
     with named_write_errors(folder, "choose another --folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in contents.items():

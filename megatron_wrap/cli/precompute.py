@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,6 @@ from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.launching import (
     add_launch_arguments,
     add_start_arguments,
-    launch_of,
-    launcher_of,
     read_for_launch,
     shares_files,
     started,
@@ -24,7 +23,7 @@ from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.schema import derived
 from megatron_wrap.core.validation.paths import check_run
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract import Program
+from megatron_wrap.launch.interface import Program
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = ["--output", arguments.output] if arguments.output else []
     command = ("precompute", arguments.config, *output, *arguments.overrides)
     program = Program((folder, arguments.config, *arguments.overrides), function=run_rank)
-    launch = launch_of(config, arguments, command, program)
-    launcher = launcher_of(config, arguments)
-    check_layout(config, launcher.world_size(launch))
-    return started(launch, launcher, arguments).exit_code
+    return started(config, arguments, command, program, functools.partial(check_layout, config)).exit_code
 
 
 def run_rank(folder: str, config: str, *overrides: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from pathlib import Path
 
@@ -10,15 +11,13 @@ from megatron_wrap.cli.arguments import add_run_arguments
 from megatron_wrap.cli.launching import (
     add_launch_arguments,
     add_start_arguments,
-    launch_of,
-    launcher_of,
     read_for_launch,
     shares_files,
     started,
 )
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract import Program
+from megatron_wrap.launch.interface import Program
 
 _NOTHING_SAVED = (
     *(f"megatron_lm.train.common.{key}=null" for key in ("save", "save_interval", "early_stop_patience")),
@@ -51,11 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     numbers = ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
     command = ("profile", arguments.config, *numbers, *output, *arguments.overrides)
     program = Program((arguments.config, *overrides), function=run_rank)
-    launch = launch_of(config, arguments, command, program)
-    launcher = launcher_of(config, arguments)
-    validate(config, launcher.world_size(launch), has_files=shares_files(config, arguments))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints its start and end
-    return started(launch, launcher, arguments).exit_code
+    check = functools.partial(validate, config, has_files=shares_files(config, arguments))
+    return started(config, arguments, command, program, check).exit_code
 
 
 def overrides_of(steps: int, warmup: int, folder: str) -> list[str]:

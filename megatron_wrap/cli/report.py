@@ -7,10 +7,9 @@ from pathlib import Path
 
 from megatron_wrap.checkpoint.files.run_folder import CheckpointFolder, read_manifest
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.report.curves import write_png_files
-from megatron_wrap.report.run_charts import charts_of
+from megatron_wrap.report.page import write_png_files
 from megatron_wrap.report.run_files import RunFiles, read_run_files
-from megatron_wrap.report.run_page import ReportedRun, build_page, labels_of
+from megatron_wrap.report.run_page import ReportedRun, build_page, charts_of, labels_of
 from megatron_wrap.utils.atomic_write import named_write_errors
 
 
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _checkpoints(files: RunFiles) -> list[tuple[str, str, str, str]]:
     """(iteration, GiB, folder, note) of the complete checkpoints that are there now."""
-    folder = files.facts.get("checkpoints")
+    folder = files.description.get("checkpoints")
     if folder is None:
         return []
     store = CheckpointFolder(folder)

@@ -12,15 +12,13 @@ from megatron_wrap.config.checks.training import check_schedule
 from megatron_wrap.config.checks.vocabulary import model_vocab_size
 from megatron_wrap.config.schema import derived
 from megatron_wrap.data.indexed.windows import IndexedData, open_indexed
-from megatron_wrap.data.order.sample_reader import Preparation
 from megatron_wrap.data.order.sample_sets import stream_of, training_stream, validation_sets
 from megatron_wrap.data.order.stream import SampleStream
 from megatron_wrap.engine.batches.loader import BatchLoader, batch_rule, preparation, sample_reader, steps_of_epochs
 from megatron_wrap.engine.batches.micro_batching import micro_batching_of
-from megatron_wrap.engine.batches.tokenized import CachedSamples, cached_samples
+from megatron_wrap.engine.batches.tokenized import cached_samples
 from megatron_wrap.engine.state.state import TrainingState
 from megatron_wrap.errors import MegatronWrapError
-from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, phase
 from megatron_wrap.parallel.state import ParallelState
@@ -46,21 +44,21 @@ class RunData:
     def batches(self, state: TrainingState, samples: Sequence[Any] | None) -> Iterator[list[Any]]:
         """The batches that follow the progress of `state`; see `MegatronWrap.batches`."""
         config = self._config
-        of_sample = preparation(state.flow, state.prepare_sample, config.train.seed)
-        stored = None
+        prepare = preparation(state.flow, state.prepare_sample, config.train.seed)
+        cached = None
         if samples is None:
             stream = self.training_stream()
-            stored = self.cached_samples(stream, state.flow, of_sample)
+            cached = cached_samples(config, derived.training_sources(config), stream, state.flow, prepare)
         else:
             stream = stream_of(samples, config.train.seed, config.data.shuffle)
         loader = BatchLoader(
             config,
             state.flow,
-            of_sample,
+            prepare,
             state.micro_batching,
             state.localization,
             stream,
-            stored,
+            cached,
             state.reduction.host_waits,
         )
         self.loaders.append(loader)
@@ -109,14 +107,6 @@ class RunData:
             return self._indexed_data().evaluation
         return validation_sets(derived.validation_sources(config), skip_bad=config.data.on_bad_sample == "skip")
 
-    def cached_samples(
-        self, stream: SampleStream, flow: MegatronWrapTrainingFlowBase, of_sample: Preparation
-    ) -> CachedSamples | None:
-        """The prepared samples of `stream` in `megatron_wrap.data.cache_dir`, written now where they are missing; None
-        without cache_dir."""
-        sources = derived.training_sources(self._config)
-        return cached_samples(self._config, sources, stream, flow, of_sample)
-
     def _indexed_data(self) -> IndexedData:
         if self._indexed is None:
             size = model_vocab_size(self._config.arch, self._tokenizer, self._config.model_provider.hf_path)
@@ -140,11 +130,12 @@ def with_train_iters(config: RunConfig, parallel: ParallelState, tokenizer: Any)
     rule = batch_rule(
         config, micro_batching_of(config, parallel, trained_shape(config, size), num_microbatches_multiple=1)
     )
-    data = RunData(config, tokenizer)
-    stream = data.training_stream()
-    of_sample = preparation(flow, sample_preparation(flow, config), config.train.seed)
-    cached = None if rule.budget is None else data.cached_samples(stream, flow, of_sample)
-    reader = sample_reader(config, stream, of_sample, rule.budget, cached)
+    stream = RunData(config, tokenizer).training_stream()
+    prepare = preparation(flow, sample_preparation(flow, config), config.train.seed)
+    cached = None
+    if rule.budget is not None:
+        cached = cached_samples(config, derived.training_sources(config), stream, flow, prepare)
+    reader = sample_reader(config, stream, prepare, rule.budget, cached)
     samples_per_epoch = stream.samples_per_epoch
     assert samples_per_epoch is not None, "train_epochs is refused for sources that stream"
     steps = steps_of_epochs(config.train.train_epochs, samples_per_epoch, rule, reader)

@@ -1,5 +1,5 @@
-"""`MegatronWrap`: the lifecycle of a run, and delegation to its parts. The training step is in
-`megatron_wrap.engine.step`."""
+"""`MegatronWrap`: a run from its configuration to its end. Each method calls the functions that do the work; the
+training step is in `megatron_wrap.engine.step`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_wrap.config import RunConfig
 from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.config.defaults import CONNECTIONS, cuda_connections
 from megatron_wrap.config.schema import derived
-from megatron_wrap.core.remote.local_copies import with_local_copies
+from megatron_wrap.core.local_copies import with_local_copies
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import MegatronWrapError, TrainingError
 from megatron_wrap.metrics.number_format import counted
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from megatron_wrap.bridge.engines.rollout_weights import RolloutWeights
     from megatron_wrap.core.run import Run
-    from megatron_wrap.core.run_training import RunTraining
     from megatron_wrap.engine.state.state import StepWeights, TrainingState
     from megatron_wrap.generation.generate import Completion
     from megatron_wrap.parallel.launch import Processes
@@ -59,12 +58,13 @@ class MegatronWrap:
     """
 
     def __init__(self, config: str | os.PathLike[str] | RunConfig, overrides: Sequence[str] = ()) -> None:
-        self.given_config = with_local_copies(config if isinstance(config, RunConfig) else read_run(config, overrides))
+        config = config if isinstance(config, RunConfig) else read_run(config, overrides)
+        self.requested_config = with_local_copies(config)
         """The configuration as it was passed."""
-        self.config = self.given_config
+        self.config = self.requested_config
         """The configuration in force. From `setup_model_and_optimizer` on, it has values for the keys that were left
         open, chosen for machine, layout and checkpoint."""
-        self._reference_config = validate(self.given_config)
+        self._reference_config = validate(self.requested_config)
         self.platform = choose_platform(self.config.init.platform)
         self.tokenizer: Any = None
         self._session = ExitStack()
@@ -83,7 +83,7 @@ class MegatronWrap:
         model = f"{counted(arch.num_layers, 'layer')} of {arch.hidden_size}" if hf_path is None else hf_path
         layout = "not initialized" if self._parallel is None else self._parallel.layout
         where = "no model yet" if self._run is None else f"iteration {self.iteration}"
-        if self._run is not None and self._run.training is not None:
+        if self._run is not None and self._run.trains:
             where += f" of {self.train_iters}"
         return f"<MegatronWrap {self.config.name}: {model}, {self.config.flow.flow_key}, {layout}, {where}>"
 
@@ -176,9 +176,8 @@ class MegatronWrap:
         with doing(SETUP):
             run = self._set_up(training=True)
             count_start(self.config, self.iteration)
-            run.begin_records(self.output_dir)
             assert self._processes is not None
-            run.begin_stop_requests(self.output_dir, self._processes.local_rank, self._interrupts)
+            run.begin_training(self.output_dir, self._processes.local_rank, self._interrupts)
 
     def setup_model(self) -> None:
         """Build only the model, with the weights that training would start from, to evaluate, inspect or export it.
@@ -203,11 +202,11 @@ class MegatronWrap:
         from megatron_wrap.plan.pipeline_split import with_split
 
         self.tokenizer = run_tokenizer(self.config.data)
-        requested = self.given_config
+        requested = self.requested_config
         vocab_size = model_vocab_size(requested.arch, self.tokenizer, requested.model_provider.hf_path)
         if training:
-            counted = with_train_iters(requested, parallel, self.tokenizer)
-            self.config = decided(counted, self.platform, parallel, vocab_size)
+            config = with_train_iters(requested, parallel, self.tokenizer)
+            self.config = decided(config, self.platform, parallel, vocab_size)
         else:
             self.config = with_split(
                 self.config, model_shape(self.config, vocab_size), on_rank_0(lambda: self.platform.device_name)
@@ -217,9 +216,7 @@ class MegatronWrap:
         self._folders.close()
         if training:
             self._folders = hold_folders(self.config)
-        self._run = Run(
-            self.config, self._reference_config, self.platform, parallel, self.tokenizer, training, self.save
-        )
+        self._run = Run(self.config, self._reference_config, self.platform, parallel, self.tokenizer, training)
         return self._run
 
     def close(self) -> None:
@@ -311,7 +308,17 @@ class MegatronWrap:
                 and no state was changed.
             DataError: the batch has another size.
         """
-        return self._training().train(batch)
+        from megatron_wrap.core.after_step import after_step, refuse_further_steps, roll_back
+        from megatron_wrap.engine.bad_steps import BadStep
+        from megatron_wrap.engine.step import train_step
+
+        run = self._training()
+        refuse_further_steps(run.state)
+        try:
+            report = train_step(run.state, batch)
+        except BadStep as bad:
+            return roll_back(bad, run.state, run.records, run.checkpoints)
+        return after_step(run, report, self.save)
 
     def count_weights(self, batches: Sequence[Sequence[Any]] | None) -> StepWeights:
         """Compute the loss weights, and the statistics that the flow declares, of a step that is passed in parts.
@@ -330,7 +337,12 @@ class MegatronWrap:
         Raises:
             DataError: the parts have another number of samples together.
         """
-        return self._training().count_weights(batches)
+        from megatron_wrap.core.after_step import refuse_further_steps
+        from megatron_wrap.engine.step import count_weights
+
+        state = self._training().state
+        refuse_further_steps(state)
+        return count_weights(state, batches)
 
     def forward_backward(self, batch: Sequence[Any] | None, *, step_weights: StepWeights) -> None:
         """Compute the gradients of the next part of a step, and add them to those of the parts before. Collective.
@@ -344,7 +356,12 @@ class MegatronWrap:
             TrainingError: `step_weights` belong to another step. DataError: the part has another size. After an error
                 the step begins again with its first part.
         """
-        self._training().forward_backward(batch, step_weights)
+        from megatron_wrap.core.after_step import refuse_further_steps
+        from megatron_wrap.engine.step import forward_backward
+
+        state = self._training().state
+        refuse_further_steps(state)
+        forward_backward(state, batch, step_weights)
 
     def optimizer_step(self) -> dict[str, float]:
         """Reduce the gradients of all parts of a step, update the parameters, and save as `train` does. Collective.
@@ -355,7 +372,16 @@ class MegatronWrap:
         Raises:
             TrainingError: a part is missing; or as `train`.
         """
-        return self._training().optimizer_step()
+        from megatron_wrap.core.after_step import after_step, roll_back
+        from megatron_wrap.engine.bad_steps import BadStep
+        from megatron_wrap.engine.step import optimizer_step
+
+        run = self._training()
+        try:
+            report = optimizer_step(run.state)
+        except BadStep as bad:
+            return roll_back(bad, run.state, run.records, run.checkpoints)
+        return after_step(run, report, self.save)
 
     def log_last_metrics(self) -> None:
         """Pass the last step's metrics to the metric loggers, and print a line every `log_interval` iterations."""
@@ -382,32 +408,35 @@ class MegatronWrap:
             ConfigError: the evaluation has no metric `best_metric`. TrainingError, DataError: as `train` and `batches`.
             TrainingError: no step of the run trained a token.
         """
-        best = self._ready().best
+        from megatron_wrap.core import evaluation
+        from megatron_wrap.engine.bad_steps import refuse_untrained_run
+
+        state, checkpoints = self._ready().state, self._ready().checkpoints
         steps: dict[str, float] = {}
         evaluated: dict[str, float] | None = None  # metrics of an evaluation since the last step
-        if not best.is_out_of_patience():
+        if not evaluation.is_out_of_patience(state):
             for batch in self.batches():
                 if self.evaluation_due:
                     evaluated = self.evaluate()
-                    best.compare(evaluated)
-                    if best.is_out_of_patience():
+                    evaluation.compare_with_best(state, checkpoints, evaluated, self.save)
+                    if evaluation.is_out_of_patience(state):
                         break
                 steps, evaluated = self.train(batch), None
                 self.log_last_metrics()
-                if on_step is not None and best.any_rank_ends(on_step(self, dict(steps))):
+                if on_step is not None and evaluation.any_rank_ends(state, on_step(self, dict(steps))):
                     break
         if steps:
-            self._training().refuse_if_untrained()
+            refuse_untrained_run(state.progress, state.steps_without_weight)
         if evaluated is None:
             evaluated = self.evaluate()
             if self.iteration >= self.train_iters:
-                best.compare(evaluated)
+                evaluation.compare_with_best(state, checkpoints, evaluated, self.save)
         if self.config.train.save is not None:
             self.save()
-            self._ready().checkpoints.wait()
+            checkpoints.wait()
             if self.iteration >= self.train_iters:
-                self._ready().checkpoints.finish_uploads()
-        return {**(evaluated or steps), **best.metrics}
+                checkpoints.finish_uploads()
+        return {**(evaluated or steps), **evaluation.best_metrics(state)}
 
     # ---- evaluation and generation ----
 
@@ -446,13 +475,18 @@ class MegatronWrap:
             `eval/NAME/loss`, `eval/NAME/METRIC` and, if the flow reports it, `eval/NAME/perplexity` for each set.
             They are also logged, and so are completions of `megatron_lm.train.common.sample_prompts`.
         """
+        from megatron_wrap.core.evaluation import evaluate_sets
+
         with doing(EVALUATION):
-            return self._ready().evaluation.evaluate(sets)
+            run = self._ready()
+            sets = run.data.evaluation_sets() if sets is None else sets
+            return evaluate_sets(run.state, run.tokenizer, run.records, sets)
 
     @property
     def evaluation_due(self) -> bool:
         """Whether an evaluation is due by `eval_interval`: before the first step and after each interval."""
-        return self._ready().evaluation.is_due
+        iteration, interval = self.iteration, self.config.train.eval_interval
+        return interval is not None and iteration % interval == 0
 
     def forward(self, samples: Sequence[Any] | None) -> list[dict[str, Tensor]]:
         """The outputs of the flow's `calculate_outputs` for each sample, without a graph. Collective.
@@ -523,11 +557,13 @@ class MegatronWrap:
             The checkpoint's folder; an asynchronous one appears there when it is complete. Saving the same iteration
             again writes nothing.
         """
-        self._training()
+        run = self._training()
         with doing(SAVE):
-            folder = self._ready().checkpoints.save()
+            folder = run.checkpoints.save()
         if self.config.checkpoint.export_hf:
-            self._with_own_adapter().export.save_beside(folder)
+            from megatron_wrap.core.export import save_beside
+
+            save_beside(run, folder)
         return folder
 
     def load(self, folder: str | os.PathLike[str] | None = None, weights_only: bool = False) -> None:
@@ -574,8 +610,9 @@ class MegatronWrap:
             UnsupportedModel: no family can express the architecture. CheckpointError: a rank could not write.
             ConfigError: keep_vision, and hf_path has no vision encoder.
         """
-        export = self._with_own_adapter().export
-        return export.save_pretrained(folder, max_shard_size, dtype, family, merge, keep_vision)
+        from megatron_wrap.core.export import save_folder
+
+        return save_folder(self._with_own_adapter(), folder, max_shard_size, dtype, family, merge, keep_vision)
 
     def export_weights(
         self, dtype: str | torch.dtype | None = None, family: str | None = None, adapter: bool = False
@@ -589,7 +626,9 @@ class MegatronWrap:
             family: as for `save_pretrained`.
             adapter: only the factors of the adapter, with peft's names; otherwise they are added to the weights.
         """
-        return self._with_own_adapter().export.export_weights(dtype, family, adapter)
+        from megatron_wrap.core.export import export_weights
+
+        return export_weights(self._with_own_adapter().state, dtype, family, adapter)
 
     def weight_source(
         self, dtype: str | torch.dtype | None = None, family: str | None = None, adapter: bool = False
@@ -608,7 +647,9 @@ class MegatronWrap:
         Raises:
             UnsupportedModel: no family can express the architecture.
         """
-        return self._with_own_adapter().export.weight_source(dtype, family, adapter)
+        from megatron_wrap.core.export import weight_source
+
+        return weight_source(self._with_own_adapter().state, dtype, family, adapter)
 
     def push_to_hub(
         self,
@@ -630,8 +671,10 @@ class MegatronWrap:
         Raises:
             CheckpointError: on every rank, if the upload fails.
         """
+        from megatron_wrap.core.export import upload_folder
+
         target = self.save_pretrained(folder, **save_arguments)
-        return self._with_own_adapter().export.upload(target, repo_id, private, commit_message)
+        return upload_folder(self._with_own_adapter(), target, repo_id, private, commit_message)
 
     # ---- state ----
 
@@ -699,7 +742,7 @@ class MegatronWrap:
     def _forget_starts(self) -> None:
         from megatron_wrap.core.run_folders import forget_starts
 
-        if self._run is not None and self._run.training is not None and logger.rank == 0:
+        if self._run is not None and self._run.trains and logger.rank == 0:
             forget_starts(self.config)
 
     def _interrupted(self) -> str:
@@ -724,8 +767,8 @@ class MegatronWrap:
             )
         return run
 
-    def _training(self) -> RunTraining:
-        training = self._with_own_adapter().training
-        if training is None:
+    def _training(self) -> Run:
+        run = self._with_own_adapter()
+        if not run.trains:
             raise MegatronWrapError("setup_model builds no optimizer; call wrap.setup_model_and_optimizer() instead")
-        return training
+        return run

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_wrap.config.schema.derived import output_dir
 from megatron_wrap.config.schema.launch import KubernetesConfig
 from megatron_wrap.errors import ConfigError, PlatformError
-from megatron_wrap.launch.contract import Ended, Launch, Launcher
+from megatron_wrap.launch.interface import Ended, Launch, Launcher
 from megatron_wrap.launch.kubernetes_manifest import CONTAINER, job_name, manifest
 from megatron_wrap.parallel.watch.ending import INTERRUPTED
 from megatron_wrap.utils.atomic_write import named_write_errors, write_atomically

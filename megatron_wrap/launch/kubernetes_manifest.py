@@ -24,7 +24,7 @@ from megatron_wrap.config.checks.contradictions import check_each, refuse
 from megatron_wrap.config.reading.tree import OVERLAY_FOLDER, shipped_root
 from megatron_wrap.errors import ConfigError
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.contract import Launch
+from megatron_wrap.launch.interface import Launch
 from megatron_wrap.parallel.watch.ending import RESUME
 
 CONFIG_FOLDER = "/etc/megatron-wrap"

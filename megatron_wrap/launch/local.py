@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 from megatron_wrap.config import RunConfig
-from megatron_wrap.launch.agent import launch_processes, python_call, python_statement
-from megatron_wrap.launch.contract import Ended, Launch, Program
-from megatron_wrap.launch.doctor.catalogue import quick_answers
+from megatron_wrap.launch.agent import LauncherSignals, launch_processes, python_call, python_statement
 from megatron_wrap.launch.doctor.checks import Subject
-from megatron_wrap.launch.nodes import MEETING_PORT, Nodes, nodes_of
-from megatron_wrap.launch.signals import LauncherSignals
+from megatron_wrap.launch.doctor.node import quick_answers
+from megatron_wrap.launch.interface import MEETING_PORT, Ended, Launch, Nodes, Program, nodes_of
 from megatron_wrap.metrics.number_format import counted
 
 _RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"

@@ -23,7 +23,7 @@ from megatron_wrap.config.checks.layout import check_layout
 from megatron_wrap.config.schema.derived import output_dir, processes_needed
 from megatron_wrap.core.validation import validate
 from megatron_wrap.errors import LayoutError, PlatformError
-from megatron_wrap.launch.contract import Ended, Launch, Launcher, Program, show_from
+from megatron_wrap.launch.interface import Ended, Launch, Launcher, Program, show_from
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.parallel import rank_log
 from megatron_wrap.parallel.watch.ending import INTERRUPTED, RESUME

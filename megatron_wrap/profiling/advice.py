@@ -60,7 +60,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """Facts about a profiled run that its configuration does not contain, on one process."""
+    """Properties of a profiled run beside its configuration, on one process."""
 
     device: str
     """Name of the GPU; "" on a CPU."""
@@ -219,7 +219,7 @@ def _memory(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterato
         least = run.product_flops / attainable / 1e9  # ms
         if measured > 1.15 * least:
             rate = run.product_flops / measured / 1e9
-            reason = f"matrix products run at {rate:,.0f} TFLOP/s, large ones at {attainable:,.0f}; {free}"
+            reason = f"matmuls run at {rate:,.0f} TFLOP/s, large ones at {attainable:,.0f}; {free}"
             yield Change(_doubled(config), measured - least, reason)
     granularity = config.recompute.recompute_granularity
     if granularity is not None and run.free_share >= 0.3:
@@ -242,7 +242,7 @@ def _kernels(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iterat
         yield Change(_key("flow", "packing", True), saved, reason)
     between = times[kinds.ELEMENTWISE] + times[kinds.COPIES]
     if run.has_transformer_engine and not run.transformer_engine_layers and between > 0.15 * step.step_ms:
-        reason = "work between the matrix products takes long; Transformer Engine's layers fuse it"
+        reason = "work between the matmuls takes long; Transformer Engine's layers fuse it"
         yield Change(_key("arch", "transformer_impl", "transformer_engine"), between, reason)
     if run.dp_size > 1 and not config.optimizer.use_distributed_optimizer:
         saved = times[kinds.OPTIMIZER] * (1 - 1 / run.dp_size)
@@ -254,9 +254,9 @@ def _precision(step: StepBreakdown, config: RunConfig, run: ProfiledRun) -> Iter
     if not step.on_gpu:
         return
     if not (config.dtype.bf16 or config.dtype.fp16):
-        reason = "fp32 products use no tensor cores; bf16 changes the results"
+        reason = "fp32 matmuls use no tensor cores; bf16 changes the results"
         yield Change(_key("dtype", "bf16", True), 0.75 * step.busy_ms, reason, changes_numbers=True)
     elif run.transformer_engine_layers and (run.peak_tflops or 0) > 900 and not config.dtype.fp8:
-        reason = "FP8 products run at twice the rate of bf16; they change the results, so compare the losses"
+        reason = "FP8 matmuls run at twice the rate of bf16; they change the results, so compare the losses"
         saved = step.milliseconds[kinds.MATMUL] / 2
         yield Change(_key("dtype", "fp8", "hybrid"), saved, reason, changes_numbers=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-MATMUL, ATTENTION, COMMUNICATION = "matrix products", "attention", "exposed communication"
+MATMUL, ATTENTION, COMMUNICATION = "matmuls", "attention", "exposed communication"
 OPTIMIZER, LOSS, ELEMENTWISE, COPIES = "optimizer", "loss", "elementwise", "copies"
 DATA, IDLE = "data", "idle"
 KINDS = (MATMUL, ATTENTION, COMMUNICATION, OPTIMIZER, LOSS, ELEMENTWISE, COPIES, DATA, IDLE)

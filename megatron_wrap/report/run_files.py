@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_wrap.errors import DataError, missing_path_hint
 
-METRICS, SAMPLES, FACTS = "metrics.jsonl", "samples.jsonl", "run.json"
+METRICS, SAMPLES, RUN_JSON = "metrics.jsonl", "samples.jsonl", "run.json"
 _EVALUATION = "eval/"
 
 
@@ -29,7 +29,7 @@ class RunFiles:
     """Iteration -> SET/METRIC -> value."""
     samples: list[tuple[int, str, str]] = field(default_factory=list)
     """(iteration, prompt, completion) of each sample text."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    description: Mapping[str, Any] = field(default_factory=dict)
     """Content of run.json; empty: there is none."""
     notes: tuple[str, ...] = ()
     """Remarks about the files, for the reader of the page."""
@@ -73,14 +73,14 @@ def read_run_files(path: str) -> RunFiles:
     # only the metrics remain of an earlier run in the same folder
     is_last = file.name == METRICS
     samples = _objects(folder / SAMPLES, (int, str), notes) if is_last and (folder / SAMPLES).is_file() else []
-    facts = _facts(folder / FACTS) if is_last and (folder / FACTS).is_file() else {}
+    description = _read_description(folder / RUN_JSON) if is_last and (folder / RUN_JSON).is_file() else {}
     return RunFiles(
-        name=str(facts.get("name", folder.resolve().name if is_last else file)),
+        name=str(description.get("name", folder.resolve().name if is_last else file)),
         folder=folder,
         steps=dict(sorted(steps.items())),
         evaluations=dict(sorted(evaluations.items())),
         samples=[(entry["iteration"], str(entry.get("prompt")), str(entry.get("text"))) for entry in samples],
-        facts=facts,
+        description=description,
         notes=tuple(notes),
     )
 
@@ -122,9 +122,9 @@ def _checked(entry: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     return entry
 
 
-def _facts(file: Path) -> dict[str, Any]:
+def _read_description(file: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(facts, dict):
-            return facts
-    raise DataError(f"{file}: cannot be read as the facts of a run; delete it, and the page has no configuration")
+        description = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(description, dict):
+            return description
+    raise DataError(f"{file}: cannot be read as the description of a run; delete it, and the page has no configuration")

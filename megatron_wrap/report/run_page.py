@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_wrap.metrics.declared import ENGINE_METRICS, console_order, metric_info
 from megatron_wrap.metrics.number_format import counted, four_decimals, with_prefix
-from megatron_wrap.report.curves import figure
-from megatron_wrap.report.page import TEMPLATES, Item, rendered
-from megatron_wrap.report.run_charts import charts_of
+from megatron_wrap.report.page import TEMPLATES, Chart, Item, Series, figure, rendered
 from megatron_wrap.report.run_files import RunFiles
 
 _MOST_ROWS = 40
@@ -43,7 +42,9 @@ def build_page(runs: Sequence[ReportedRun]) -> str:
     files, labels = [run.files for run in runs], [run.label for run in runs]
     summaries = [_summary(run) for run in files]
     names = _keys(summaries)
-    environments = {run.label: run.files.facts["environment"] for run in runs if run.files.facts.get("environment")}
+    environments = {
+        run.label: run.files.description["environment"] for run in runs if run.files.description.get("environment")
+    }
     return rendered(
         TEMPLATES / "run.html",
         title=f"Run {labels[0]}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(labels)}",
@@ -76,22 +77,22 @@ def _rows_by_key(mappings: Iterable[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _subtitle(run: RunFiles) -> str:
-    facts = run.facts
-    layout = facts.get("layout", {})
+    description = run.description
+    layout = description.get("layout", {})
     sizes = [f"{name.upper()} {size}" for name, size in layout.items() if isinstance(size, int) and size > 1]
-    parts = [str(facts["flow"])] if "flow" in facts else []
-    if "processes" in facts:
-        parts.append(counted(facts["processes"], "process"))
+    parts = [str(description["flow"])] if "flow" in description else []
+    if "processes" in description:
+        parts.append(counted(description["processes"], "process"))
     parts += [", ".join(sizes)] if sizes else []
-    parts += [f"started {facts['started']}"] if "started" in facts else []
-    if facts.get("resumed_from") is not None:
-        parts.append(f"resumed from iteration {facts['resumed_from']}")
+    parts += [f"started {description['started']}"] if "started" in description else []
+    if description.get("resumed_from") is not None:
+        parts.append(f"resumed from iteration {description['resumed_from']}")
     return ", ".join(parts) or str(run.folder)
 
 
 def _summary(run: RunFiles) -> Mapping[str, str]:
     """Name -> number of a run, for the numbers that the run has."""
-    total, last = run.facts.get("train_iters"), max([*run.steps, *run.evaluations])
+    total, last = run.description.get("train_iters"), max([*run.steps, *run.evaluations])
     numbers = {"steps": f"{last:,}" if total is None else f"{last:,} of {total:,}"}
     losses = _values(run, "loss")[-10:]
     if losses:
@@ -148,7 +149,9 @@ def _texts(runs: Sequence[ReportedRun]) -> dict[str, Any]:
 
 def _configurations(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     """(label, all values, values that the run sets) of each run, and the values in which the runs differ."""
-    known = {run.label: run.files.facts["configuration"] for run in runs if run.files.facts.get("configuration")}
+    known = {
+        run.label: run.files.description["configuration"] for run in runs if run.files.description.get("configuration")
+    }
     rows = _rows_by_key([{path: value for path, value, _ in entries} for entries in known.values()])
     return {
         "configurations": [
@@ -160,3 +163,57 @@ def _configurations(runs: Sequence[ReportedRun]) -> dict[str, Any]:
 
 def _is_set(origin: str) -> bool:
     return origin.endswith(_SET_BY_RUN) or origin.startswith("chosen: ")
+
+
+_SPEED = ("tokens_per_second", "tflops", "elapsed_time", "memory_max")
+_ALWAYS = ("loss", "grad_norm", "learning_rate", "global_batch_size", *_SPEED)
+_NEVER = (
+    *("throughput", "num_tokens", "tokens_per_second_per_device", "memory_allocated", "memory_reserved"),
+    *("consumed_samples", "consumed_tokens"),
+)
+"""Names of metrics without a chart, because they repeat others or grow with the iteration."""
+
+
+def charts_of(runs: Sequence[RunFiles], labels: Sequence[str]) -> Mapping[str, list[Chart]]:
+    """Section -> its charts; a metric that never changes has none, except those that readers expect.
+
+    Args:
+        labels: a name for each run, all different.
+    """
+    sections: dict[str, list[Chart]] = {"Training": [], "Evaluations": [], "Speed and memory": []}
+    if len(runs) == 1:
+        sections["Training"] += _losses(runs[0])
+    for name in console_order({name: None for run in runs for values in run.steps.values() for name in values}):
+        chart = _chart(runs, labels, name, name)
+        if name in _NEVER or (name == "loss" and len(runs) == 1) or chart is None:
+            continue
+        if name in _ALWAYS or _changes(chart):
+            sections["Speed and memory" if name in _SPEED else "Training"].append(chart)
+    for name in {name: None for run in runs for values in run.evaluations.values() for name in values}:
+        chart = _chart(runs, labels, f"eval/{name}", name)
+        if chart is not None and _changes(chart) and not (len(runs) == 1 and name.endswith("/loss")):
+            sections["Evaluations"].append(chart)
+    return sections
+
+
+def _changes(chart: Chart) -> bool:
+    return len({value for series in chart.series for _, value in series.points}) > 1
+
+
+def _losses(run: RunFiles) -> list[Chart]:
+    """The loss of training and of the evaluation sets."""
+    names = {name: None for values in run.evaluations.values() for name in values if name.endswith("/loss")}
+    series = [Series("training", run.curve("loss"))] if run.curve("loss") else []
+    for color, name in enumerate(names, start=1):
+        series.append(Series(name.removesuffix("/loss"), run.curve(f"eval/{name}"), color, is_evaluation=True))
+    return [Chart("loss", series)] if series else []
+
+
+def _chart(runs: Sequence[RunFiles], labels: Sequence[str], name: str, title: str) -> Chart | None:
+    series = [
+        Series(label, run.curve(name), color, name.startswith("eval/"))
+        for color, (run, label) in enumerate(zip(runs, labels, strict=True))
+        if run.curve(name)
+    ]
+    unit = metric_info(name).unit if name in ENGINE_METRICS else ""
+    return Chart(title, series, unit) if series else None

@@ -24,15 +24,25 @@ from megatron_wrap.flow import MegatronWrapFlowEntry
 from megatron_wrap.flow.contract.class_checks import packing_refusal
 from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.metrics.number_format import counted
-from megatron_wrap.testing import comparison
-from megatron_wrap.testing.comparison import metric_differences, relative, rounding_floor
 from megatron_wrap.testing.diagnosis import PACKING_CAUSE, Deviation, likely_cause
-from megatron_wrap.testing.layouts import LayoutCase, default_layouts, expert_reason, parse_layout
-from megatron_wrap.testing.parity_overrides import check_overrides
-from megatron_wrap.testing.parity_report import LayoutVerdict, ParityReport
+from megatron_wrap.testing.layouts import LayoutCase, check_overrides, default_layouts, expert_reason, parse_layout
+from megatron_wrap.testing.parity_report import (
+    DETERMINISM_TOLERANCE,
+    EXPERTS_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    METRIC_TOLERANCE,
+    OBJECTIVE_TOLERANCE,
+    ROUNDING,
+    LayoutVerdict,
+    ParityReport,
+    gradient_differences,
+    gradient_ratio,
+    metric_differences,
+    relative,
+    rounding_floor,
+)
 from megatron_wrap.testing.parity_run import CaseResult, first_windows, recorded_routing, run_case
-from megatron_wrap.testing.pools import Pools
-from megatron_wrap.testing.ranks import RankPool
+from megatron_wrap.testing.ranks import Pools, RankPool
 
 
 def check_parity(
@@ -75,7 +85,7 @@ def check_parity(
             reference, again = on_one_process(), on_one_process()
             notes, broken = _check_reference(reference, again)
             rows = [broken] if broken else []
-            rounded = again if broken else on_one_process(noise=comparison.ROUNDING)
+            rounded = again if broken else on_one_process(noise=ROUNDING)
             without_packing = packing_refusal(MegatronWrapFlowEntry.get_flow_class(reference_config.flow.flow_key))
             comparisons = _Comparisons(
                 config, base, reference_config, batch_samples, steps, reference, rounded, pools, without_packing
@@ -118,14 +128,14 @@ class _Comparisons:
         """Smallest denominator of a relative difference of the objective, for each step. If large terms cancel, as in a
         mean of advantages, the objective is small but its rounding error is not."""
         return [
-            rounding_floor(noisy, value, comparison.OBJECTIVE_TOLERANCE)
+            rounding_floor(noisy, value, OBJECTIVE_TOLERANCE)
             for noisy, value in zip(self.rounded.objectives, self.reference.objectives, strict=True)
         ]
 
     @functools.cached_property
     def metric_floors(self) -> list[dict[str, float]]:
         """Smallest denominator of a relative difference of each metric, for each step."""
-        tolerance = comparison.METRIC_TOLERANCE
+        tolerance = METRIC_TOLERANCE
         return [
             {name: rounding_floor(noisy.get(name, math.nan), value, tolerance) for name, value in values.items()}
             for noisy, values in zip(self.rounded.metrics, self.reference.metrics, strict=True)
@@ -168,19 +178,19 @@ class _Comparisons:
     def _compared(self, case: LayoutCase, config: RunConfig, result: CaseResult) -> LayoutVerdict:
         reference = self.reference
         has_experts = config.arch.num_experts is not None
-        tolerance = comparison.EXPERTS_TOLERANCE if has_experts else comparison.OBJECTIVE_TOLERANCE
+        tolerance = EXPERTS_TOLERANCE if has_experts else OBJECTIVE_TOLERANCE
         objective = max(map(relative, result.objectives, reference.objectives, self.objective_floors))
         metrics = metric_differences(result.metrics, reference.metrics, self.metric_floors)
         metric = max((difference for difference, _, _ in metrics.values()), default=0.0)
         routers = metric_differences(result.router_losses, reference.router_losses, [{}] * self.steps)
         router_loss = max((difference for difference, _, _ in routers.values()), default=math.nan)
-        differences = comparison.gradient_differences(result.gradients, reference.gradients)
+        differences = gradient_differences(result.gradients, reference.gradients)
         worst = max(differences, key=lambda name: differences[name])
-        ratio = comparison.gradient_ratio(result.gradients, reference.gradients)
+        ratio = gradient_ratio(result.gradients, reference.gradients)
         objective_agrees = objective <= tolerance
-        gradients_agree = differences[worst] <= comparison.GRADIENT_TOLERANCE
+        gradients_agree = differences[worst] <= GRADIENT_TOLERANCE
         worst_metric, shown, metric_ratio = "", "", math.nan
-        if metric > (10 * tolerance if has_experts else comparison.METRIC_TOLERANCE):
+        if metric > (10 * tolerance if has_experts else METRIC_TOLERANCE):
             worst_metric = max(metrics, key=lambda name: metrics[name][0])
             _, value, expected = metrics[worst_metric]
             metric_ratio = value / expected if expected else math.nan
@@ -211,11 +221,11 @@ class _Comparisons:
             if reference.objectives[0]:
                 break
         result = self.pools.run(case.processes, run_case, config, repeated, 1, case.extra_padding)
-        ratio = comparison.gradient_ratio(result.gradients, reference.gradients)
+        ratio = gradient_ratio(result.gradients, reference.gradients)
         multiplied = {name: ratio * gradient for name, gradient in reference.gradients.items()}
-        differences = comparison.gradient_differences(result.gradients, multiplied)
-        is_multiple = relative(result.objectives[0], ratio * reference.objectives[0]) <= comparison.OBJECTIVE_TOLERANCE
-        return ratio if is_multiple and max(differences.values()) <= comparison.GRADIENT_TOLERANCE else math.nan
+        differences = gradient_differences(result.gradients, multiplied)
+        is_multiple = relative(result.objectives[0], ratio * reference.objectives[0]) <= OBJECTIVE_TOLERANCE
+        return ratio if is_multiple and max(differences.values()) <= GRADIENT_TOLERANCE else math.nan
 
 
 def _check_reference(first: CaseResult, second: CaseResult) -> tuple[list[str], LayoutVerdict | None]:
@@ -241,7 +251,7 @@ def _check_reference(first: CaseResult, second: CaseResult) -> tuple[list[str], 
             "the objective is not finite on one process, perhaps 0 / 0 for a sample without loss tokens; return sums "
             "(self.token_mean) and let the framework divide"
         )
-    if max(map(relative, second.objectives, first.objectives)) > comparison.DETERMINISM_TOLERANCE:
+    if max(map(relative, second.objectives, first.objectives)) > DETERMINISM_TOLERANCE:
         return notes, broken(
             f"the flow is not deterministic: two runs on one process result in {first.objectives[0]:.8g} and "
             f"{second.objectives[0]:.8g}; draw random numbers in collate_data_micro_batch, which is seeded"

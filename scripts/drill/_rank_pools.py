@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from megatron_wrap.testing.pools import import_for_ranks
-from megatron_wrap.testing.ranks import RankPool
+from megatron_wrap.testing.ranks import RankPool, import_for_ranks
 
 
 class RankPools:

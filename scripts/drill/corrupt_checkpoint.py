@@ -30,8 +30,7 @@ import _checkpoint_runs as runs
 import _trials
 from _rank_pools import RankPools
 
-from megatron_wrap.testing.pools import import_for_ranks
-from megatron_wrap.testing.ranks import RankError, RankPool
+from megatron_wrap.testing.ranks import RankError, RankPool, import_for_ranks
 
 RANKS, LIMIT_SECONDS = 2, 60
 KINDS = ("bit", "noise", "zeros", "cut", "emptied", "longer", "deleted", "exchanged", "old file", "tracker")

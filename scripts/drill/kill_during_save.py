@@ -35,7 +35,7 @@ import _trials
 import numpy
 
 from megatron_wrap.checkpoint.files.run_folder import CheckpointStore
-from megatron_wrap.testing.pools import import_for_ranks
+from megatron_wrap.testing.ranks import import_for_ranks
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.fork", "os.listdir", "os.scandir")
 """Audit events of Python around which the disk changes; a process may be killed at each of them."""

@@ -110,8 +110,7 @@ def refusal(folder: str | Path, overrides: tuple[str, ...] = ()) -> str:
 
 def in_new_processes(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """The result of `function` on each of `count` ranks, in new processes that end with this call."""
-    from megatron_wrap.testing.pools import import_for_ranks
-    from megatron_wrap.testing.ranks import RankPool
+    from megatron_wrap.testing.ranks import RankPool, import_for_ranks
 
     import_for_ranks()
     pool = RankPool(count, timeout_seconds=90)

@@ -12,7 +12,7 @@ import numpy
 import pytest
 from _checkpoint_runs import TRAIN, VOCAB, started
 
-from megatron_wrap.testing.pools import import_for_ranks
+from megatron_wrap.testing.ranks import import_for_ranks
 
 DATA, FLOW = "megatron_wrap.data", "megatron_wrap.flow"
 EOD = 2

@@ -10,7 +10,7 @@ from _interpreters import forked_interpreters
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import LayoutError
 from megatron_wrap.launch.agent import launch_processes
-from megatron_wrap.launch.nodes import Nodes
+from megatron_wrap.launch.interface import Nodes
 
 ROOT = Path(__file__).parents[2]
 RANK = """

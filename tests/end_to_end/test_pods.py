@@ -14,7 +14,7 @@ import yaml
 from _launcher import PROGRAM, ROOT, wait_for
 
 from megatron_wrap.bridge.loading.hub import read_run
-from megatron_wrap.launch.contract import Launch, Program
+from megatron_wrap.launch.interface import Launch, Program
 from megatron_wrap.launch.kubernetes import KubernetesLauncher
 from megatron_wrap.launch.kubernetes_manifest import CONFIG_FOLDER
 

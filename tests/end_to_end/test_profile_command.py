@@ -39,7 +39,7 @@ def test_each_process_and_the_changes_are_reported(command, tmp_path):
     assert expected.step_ms == pytest.approx(ranks[0]["step_ms"])
     table = (folder / "profile.txt").read_text()
     assert table in ended.out + ended.err
-    assert "matrix products" in table
+    assert "matmuls" in table
     assert not (tmp_path / "outputs").exists()
 
 

@@ -51,7 +51,7 @@ DISTRIBUTED = {
 
 LOADED_BY_VARIABLE = {
     "registry.py": "its targets are checked where they stand, as `module:Attribute`",
-    "testing/pools.py": "the names are strings of the same file, which are checked",
+    "testing/ranks.py": "the names are strings of the same file, which are checked",
 }
 """Files outside platform/ that load a module whose name is a variable -> why the layers hold nevertheless."""
 

@@ -44,7 +44,7 @@ _MEGATRON_CORE = (
 Megatron-Core's fused functions."""
 _OURS = (
     *_MEGATRON_CORE,
-    *("megatron_wrap.core.run", "megatron_wrap.setup.build", "megatron_wrap.model.gpt_provider"),
+    *("megatron_wrap.core.after_step", "megatron_wrap.setup.build", "megatron_wrap.model.gpt_provider"),
 )
 _ON_GPU = {"megatron-core": _MEGATRON_CORE, "megatron-wrap": _OURS}
 """Program -> further modules to import early on a GPU. On a CPU the run itself imports Megatron-Core, with the changes

@@ -101,7 +101,7 @@ def test_a_run_in_epochs_equals_one_of_as_many_steps():
             taken.append(wrap.train(batch)["loss"])
             rates.append(wrap.state.lr_scheduler.get_lr({}))
         assert wrap.train_iters == wrap.config.train.train_iters == 9
-        assert wrap.given_config.train.train_iters is None
+        assert wrap.requested_config.train.train_iters is None
     assert taken == losses(f"{TRAIN}.train_iters=9", *schedule)
     assert rates[-1] == pytest.approx(1e-3)  # min_lr, at the end
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_wrap.checkpoint.files.hashed_files import digest
+from megatron_wrap.cli.chat import read_prompts
 from megatron_wrap.cli.main import main
-from megatron_wrap.inference.prompts import read_prompts
 from megatron_wrap.inference.trained_model import read_model
 
 pytestmark = pytest.mark.process_group

@@ -1,22 +1,24 @@
 """How the processes of a run end, and the launcher's exit code: an exit code counts as the run recorded it.
 
-The programs are those of a rank without a model: their state, and `exit_on_user_error` around them.
-"""
+The programs are those of a rank without a model: their state, and `exit_on_user_error` around them."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _interpreters import forked_interpreters
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from megatron_wrap.config import load_run_config
-from megatron_wrap.launch.agent import launch_processes
-from megatron_wrap.launch.nodes import Nodes
-from megatron_wrap.launch.signals import LauncherSignals
+from megatron_wrap.launch.agent import LauncherSignals, exit_code_of, launch_processes
+from megatron_wrap.launch.interface import Nodes
+from megatron_wrap.parallel.watch.stop_requests import LAUNCHER_FOLDER, READY, REQUEST, STOPPED
 
 ROOT = Path(__file__).parents[3]
 RUN = """
@@ -131,3 +133,30 @@ def test_what_holds_a_process_after_the_run_is_named_and_a_scripts_own_work_is_n
         capfd.readouterr().err
     )
     assert ended(tmp_path, after="time.sleep(4)", is_script=True) == (0, {})
+
+
+def test_before_training_a_signal_ends_the_processes_at_once() -> None:
+    with LauncherSignals(None) as signals:
+        assert os.environ[LAUNCHER_FOLDER] == str(signals.folder)
+        with pytest.raises(SignalException) as end:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert (end.value.sigval, exit_code_of(end.value.sigval)) == (signal.SIGTERM, 75)
+    assert LAUNCHER_FOLDER not in os.environ
+    assert not signals.folder.exists()
+
+
+def test_in_training_it_is_a_request_until_the_time_for_the_save_is_over(capfd: pytest.CaptureFixture[str]) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    with LauncherSignals(0.2) as signals:
+        (signals.folder / READY).touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (signals.folder / REQUEST).read_text() == str(int(signal.SIGTERM))
+        with pytest.raises(SignalException) as end:
+            time.sleep(10)
+        assert (end.value.sigval, exit_code_of(end.value.sigval)) == (signal.SIGKILL, 137)
+        assert not signals.stopped
+        (signals.folder / STOPPED).touch()
+        assert signals.stopped
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert capfd.readouterr().err == "SIGTERM: the run saves after this step and ends\n"

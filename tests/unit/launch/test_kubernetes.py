@@ -11,7 +11,7 @@ from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.cli.main import main
 from megatron_wrap.errors import PlatformError
 from megatron_wrap.launch import kubernetes
-from megatron_wrap.launch.nodes import Nodes, nodes_of
+from megatron_wrap.launch.interface import Nodes, nodes_of
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny-llama-mock.yaml"
 SAVED = "stopped by SIGTERM after iteration 4 of 10"

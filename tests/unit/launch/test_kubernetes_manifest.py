@@ -12,7 +12,7 @@ from kubeflow_trainer_api import models
 
 from megatron_wrap.bridge.loading.hub import read_run
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract import Launch, Program
+from megatron_wrap.launch.interface import Launch, Program
 from megatron_wrap.launch.kubernetes import KubernetesLauncher
 from megatron_wrap.launch.kubernetes_manifest import _text, _yaml
 

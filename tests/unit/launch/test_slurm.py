@@ -11,7 +11,7 @@ import pytest
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import ConfigError
-from megatron_wrap.launch.contract import Launch, Program
+from megatron_wrap.launch.interface import Launch, Program
 from megatron_wrap.launch.slurm import job_file
 
 ROOT = Path(__file__).parents[3]

@@ -106,7 +106,7 @@ def test_waiting_for_gloo_is_exposed_also_within_an_autograd_function() -> None:
     assert breakdown.waits == ()
 
 
-def test_matrix_products_within_the_loss_are_matrix_products() -> None:
+def test_matmuls_within_the_loss_are_matmuls() -> None:
     events = [
         event("user_annotation", "ProfilerStep#1", 0, 100),
         event("user_annotation", phases.LOSS, 0, 60),

@@ -17,9 +17,8 @@ from megatron_wrap.config.schema import derived
 from megatron_wrap.platform.base.machine import Machine
 from megatron_wrap.profiling import kernel_kinds as kinds
 from megatron_wrap.profiling.advice import ProfiledRun, StepMemory, memory_changes, promising_changes
-from megatron_wrap.profiling.breakdown import StepBreakdown, Work
-from megatron_wrap.profiling.table import ProfileReport, json_of, text
-from megatron_wrap.profiling.waits import Wait
+from megatron_wrap.profiling.breakdown import StepBreakdown, Wait, Work
+from megatron_wrap.profiling.step_profiler import ProfileReport, table_json, table_text
 
 LLAMA = str(Path(__file__).parents[3] / "scripts" / "benchmark" / "llama-1b.yaml")
 RUN = ProfiledRun(
@@ -38,7 +37,7 @@ RUN = ProfiledRun(
 
 
 def _step(on_gpu: bool = True, exposed: dict[str, float] | None = None, **times: float) -> StepBreakdown:
-    """A step of 1,000 ms; the time that `times` does not use is matrix products."""
+    """A step of 1,000 ms; the time that `times` does not use is matmuls."""
     exposed = exposed or {}
     named = {name: times.get(name, 0.0) for name in kinds.KINDS} | {kinds.COMMUNICATION: sum(exposed.values())}
     named[kinds.MATMUL] = 1000.0 - sum(named.values())
@@ -63,7 +62,7 @@ FREE, ONE = {"peak_gib": 50.0}, {"num_microbatches": 1}
 CASES = {
     "data": _case("megatron_wrap.data.num_workers=2", 80.0, data=80.0),
     "idle": _case(f"{MICRO}=4", 60.0, run={**FREE, "product_flops": 800e12}, idle=60.0),
-    "small products": _case(f"{MICRO}=4", 1000 - 500e12 / 0.8 / 989e9, run=FREE),
+    "small matmuls": _case(f"{MICRO}=4", 1000 - 500e12 / 0.8 / 989e9, run=FREE),
     "reduction": _case(f"{DDP}.overlap_grad_reduce=true", 60.0, run={"dp_size": 2}, exposed=REDUCED),
     "gathering": _case(
         f"{DDP}.overlap_param_gather=true",
@@ -135,17 +134,17 @@ def test_the_table_has_rank_0_and_the_slowest() -> None:
     memory = tuple(memory_changes([StepMemory(61.2, 0.0), StepMemory(78.8, 15.655), StepMemory(60.0, 0.0)]))
     title = "llama-1b (cuda, tp1 pp1 cp1 dp3)"
     report = ProfileReport((6, 7, 8), ranks, 990.0, 512.3, 61.2, 0.25, changes, memory, title)
-    shown = text(report).splitlines()
+    shown = table_text(report).splitlines()
     assert report.slowest == 2
     assert shown[0] == f"{title}, iterations 6 to 8"
     assert "rank 2 (slowest)" in shown[1]
-    assert shown[2].split() == ["matrix", "products", "900.0", "ms", "90.0%", "1,000.0", "ms", "100.0%"]
+    assert shown[2].split() == ["matmuls", "900.0", "ms", "90.0%", "1,000.0", "ms", "100.0%"]
     assert any("12.5 ms, such as my_kernel" in line for line in shown)
     assert any("25% padding" in line for line in shown)
     assert any("50.0 ms (5.0%)" in line for line in shown)
     assert shown[-3:-1] == [f"1. {LINEAR_CROSS_ENTROPY}=true", "   could save at most 15.7 of 78.8 GiB"]
-    assert json_of(report)["memory_changes"][0]["saves_gib"] == 15.655
-    assert json_of(report)["ranks"][1]["exposed_collectives"] == REDUCED
+    assert table_json(report)["memory_changes"][0]["saves_gib"] == 15.655
+    assert table_json(report)["ranks"][1]["exposed_collectives"] == REDUCED
 
 
 def test_the_longest_waits_of_the_gpu_that_is_idle_longest() -> None:
@@ -157,7 +156,7 @@ def test_the_longest_waits_of_the_gpu_that_is_idle_longest() -> None:
     )
 
     def lines(*ranks: StepBreakdown) -> list[str]:
-        shown = text(ProfileReport((6, 7), ranks, 990.0, 512.3, 61.2, 0.0, (), (), "title")).splitlines()
+        shown = table_text(ProfileReport((6, 7), ranks, 990.0, 512.3, 61.2, 0.0, (), (), "title")).splitlines()
         starts = [index for index, line in enumerate(shown) if line.startswith("longest waits")]
         return shown[starts[0] : shown.index("", starts[0])] if starts else []
 

@@ -11,9 +11,8 @@ from _traces import event
 
 from megatron_wrap.metrics import phases
 from megatron_wrap.profiling import kernel_kinds as kinds
-from megatron_wrap.profiling.breakdown import break_down
+from megatron_wrap.profiling.breakdown import Wait, break_down, waits_of
 from megatron_wrap.profiling.trace import timeline_of
-from megatron_wrap.profiling.waits import Wait, waits_of
 
 
 def _trace(steps: list[tuple[float, float]], kernels: list[tuple[str, float | None, float, float]]) -> list[Any]:

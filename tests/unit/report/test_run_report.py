@@ -14,7 +14,7 @@ import pytest
 from _html import checked
 
 from megatron_wrap.cli.main import main
-from megatron_wrap.report.curves import Chart, Series, figure, thinned, ticks
+from megatron_wrap.report.page import Chart, Series, figure, thinned, ticks
 
 LOSSES = [5.0, 4.0, 3.5, 3.25, 3.125]
 

@@ -19,10 +19,9 @@ from megatron_wrap.cli import doctor
 from megatron_wrap.cli.main import main
 from megatron_wrap.config import load_run_config
 from megatron_wrap.errors import PlatformError
-from megatron_wrap.launch.doctor import folders
-from megatron_wrap.launch.doctor import machine as checks_of_machine
-from megatron_wrap.launch.doctor.catalogue import quick_answers
+from megatron_wrap.launch.doctor import node as checks_of_node
 from megatron_wrap.launch.doctor.checks import Finding, Subject
+from megatron_wrap.launch.doctor.node import quick_answers
 from megatron_wrap.platform.base import machine
 
 ROOT = Path(__file__).parents[4]
@@ -156,9 +155,9 @@ def set_back(folder: Path) -> None:
 def test_a_stale_tracker_is_a_warning(change: Callable[[Path], None], part: str, tmp_path: Path) -> None:
     for iteration in (3, 5):
         complete_checkpoint(tmp_path, iteration)
-    assert list(folders.tracker(subject(tmp_path))) == [Finding("iteration 5")]
+    assert list(checks_of_node.tracker(subject(tmp_path))) == [Finding("iteration 5")]
     change(tmp_path)
-    (finding,) = folders.tracker(subject(tmp_path))
+    (finding,) = checks_of_node.tracker(subject(tmp_path))
     assert finding.status == "warning"
     assert part in finding.text
 
@@ -168,12 +167,12 @@ def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     large = ["hidden_size=65536", "ffn_hidden_size=262144", "num_layers=100"]
     overrides = [f"{SAVE}={tmp_path}", *(f"megatron_lm.model.arch.{value}" for value in large)]
     config = load_run_config(RUN, overrides)
-    needed = folders.checkpoint_bytes(config)
+    needed = checks_of_node.checkpoint_bytes(config)
     # per layer: queries and the output of 4 heads, keys and values of 2, three matrices of the MLP
     matrices = 100 * 65536 * (2 * 65536 + 2 * 65536 // 2 + 3 * 262144)
     assert needed is not None
     assert 12 * matrices < needed < 12.01 * matrices
-    (finding,) = folders.free_space(Subject(config))
+    (finding,) = checks_of_node.free_space(Subject(config))
     assert finding.status == "error"
     assert "a checkpoint of this run takes about" in finding.text
 
@@ -182,11 +181,11 @@ def test_a_repository_that_is_not_in_the_cache_is_named(monkeypatch: pytest.Monk
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(folders, "_hub_ids", lambda config: ["someone/model-of-this-test"])
+    monkeypatch.setattr(checks_of_node, "_hub_ids", lambda config: ["someone/model-of-this-test"])
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert statuses(folders.hub_cache(subject())) == ["ok", "warning"]
+    assert statuses(checks_of_node.hub_cache(subject())) == ["ok", "warning"]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert statuses(folders.hub_cache(subject())) == ["ok", "error"]
+    assert statuses(checks_of_node.hub_cache(subject())) == ["ok", "error"]
 
 
 def test_packages_that_do_not_fit_each_other_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +195,9 @@ def test_packages_that_do_not_fit_each_other_are_named(tmp_path: Path, monkeypat
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(machine, "_version", machine._version.__wrapped__)  # those of this process are read once
-    (of_engine,) = checks_of_machine.transformer_engine(subject())
+    (of_engine,) = checks_of_node.transformer_engine(subject())
     assert (of_engine.status, of_engine.text[:23]) == ("error", "2.20.2 cannot be import")
-    (of_core,) = checks_of_machine.megatron_core(subject())
+    (of_core,) = checks_of_node.megatron_core(subject())
     assert (of_core.status, "megatron-core 0.17.1 is not supported" in of_core.text) == ("error", True)
 
 
@@ -229,5 +228,5 @@ def test_wrong_usage_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_vocabulary_that_is_the_tokenizers_leaves_the_size_of_a_checkpoint_unknown():
     config = load_run_config(ROOT / "configs/tiny-llama-mock.yaml", ["megatron_lm.model.arch.vocab_size=null"])
-    assert folders.checkpoint_bytes(config) is None
+    assert checks_of_node.checkpoint_bytes(config) is None
     assert not [answer for answer in quick_answers(Subject(config)) if "checkpoint of this run" in answer.text]

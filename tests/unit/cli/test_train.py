@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_wrap.cli import next_steps as module
+from megatron_wrap.cli import train as module
 from megatron_wrap.cli.main import parse
-from megatron_wrap.cli.next_steps import next_steps
+from megatron_wrap.cli.train import next_steps
 from megatron_wrap.config import load_run_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

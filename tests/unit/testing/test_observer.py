@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_wrap.ops.log_probs import token_log_probs
-from megatron_wrap.testing.vocabulary_calls import VocabularyCalls
+from megatron_wrap.testing.observer import VocabularyCalls
 
 LOGITS, IDS = torch.randn(2, 5, 11), torch.randint(11, (2, 5))
 
@@ -43,7 +43,7 @@ def test_a_call_over_the_vocabulary_has_its_line_and_its_replacement(
     function: Callable[[Tensor], object], name: str, replacement: str
 ) -> None:
     [call] = calls_of(function)
-    assert call.startswith(f"test_vocabulary_calls.py:{function.__code__.co_firstlineno} calls {name} over")
+    assert call.startswith(f"test_observer.py:{function.__code__.co_firstlineno} calls {name} over")
     assert f"write {replacement}" in call
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.hidden_secrets import hide_secrets
-from megatron_wrap.launch.watch.records import ENDS, FLIGHT_RECORDER, Ending, ProcessRecords
+from megatron_wrap.launch.process_records import ENDS, FLIGHT_RECORDER, Ending, ProcessRecords
 from megatron_wrap.metrics.phases import DATA, GRADIENTS, LOSS, OPTIMIZER
 from megatron_wrap.platform.base.machine import how_it_ended, process_state
 
@@ -119,7 +119,7 @@ class ProcessWatch:
         with contextlib.suppress(OSError):
             self._report.parent.mkdir(parents=True, exist_ok=True)
             kept = self._records.keep_collectives(self._ranks, self._report.parent / FLIGHT_RECORDER)
-            content["collectives"] = {str(rank): facts for rank, facts in kept.items()}
+            content["collectives"] = {str(rank): record for rank, record in kept.items()}
             self._report.write_text(hide_secrets(json.dumps(content, indent=1)) + "\n", encoding="utf-8")
             written = f"; {self._report} has the state of all"
         return f"rank {first}{_where(failed)} {cause}{written}"

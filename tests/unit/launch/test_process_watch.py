@@ -16,8 +16,8 @@ import pytest
 from _forked import run_forked
 from torch.distributed.flight_recorder.components import loader
 
-from megatron_wrap.launch.watch.process_watch import ProcessWatch, Stall
-from megatron_wrap.launch.watch.records import ProcessRecords
+from megatron_wrap.launch.process_records import ProcessRecords
+from megatron_wrap.launch.process_watch import ProcessWatch, Stall
 from megatron_wrap.parallel.watch import flight_recorder
 from megatron_wrap.parallel.watch.ending import LAUNCHER_FOLDER, record_end
 from megatron_wrap.parallel.watch.heartbeat import Heartbeat

@@ -17,10 +17,8 @@ import torch.distributed as dist
 
 from megatron_wrap.config import RunConfig
 from megatron_wrap.core.validation.validations import Item
-from megatron_wrap.launch.doctor.catalogue import CHECKS
 from megatron_wrap.launch.doctor.checks import Answer, NodeAnswers, Subject, answers, merged
-from megatron_wrap.launch.doctor.folders import PROBE, existing
-from megatron_wrap.launch.doctor.machine import short
+from megatron_wrap.launch.doctor.node import CHECKS, PROBE, existing, short
 from megatron_wrap.metrics.number_format import counted, with_prefix
 from megatron_wrap.parallel.launch import rendezvous
 from megatron_wrap.parallel.nodes import Node

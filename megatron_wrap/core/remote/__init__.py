@@ -1,1 +1,0 @@
-"""Remote folders and files that a configuration names."""

@@ -1,1 +1,0 @@
-"""Observation of a run's processes by the program that starts them."""
