@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_wrap.bridge.export.adapted import layers_with_adapters
 from megatron_wrap.bridge.export.export_format import ExportFormat, export_format
+from megatron_wrap.bridge.export.kept_vision import KeptVision
 from megatron_wrap.bridge.export.model_card import write_model_card
 from megatron_wrap.bridge.export.save_pretrained import prune_exports, save_adapter, save_pretrained, upload
 from megatron_wrap.bridge.export.training_record import TrainingRecord, training_record
@@ -43,11 +44,7 @@ def save_folder(
     """Write a Hugging Face folder, or the run's adapter as a peft folder; with a model card if the model was trained
     here. Collective; see `MegatronWrap.save_pretrained`."""
     state, hf_format = run.state, _format(run.state, family)
-    vision = None
-    if keep_vision:
-        from megatron_wrap.bridge.export.kept_vision import KeptVision
-
-        vision = KeptVision.of(hf_format)
+    vision = KeptVision.of(hf_format) if keep_vision else None
     if state.config.adapter.adapter_type != "none" and not merge:
         if vision is not None:
             raise ConfigError("keep_vision writes a whole model, and an adapter is exported alone; set merge")
