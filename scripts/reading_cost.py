@@ -112,14 +112,14 @@ def ways(folder: Path) -> dict[str, Way]:
         with export.traced():
             wrap.save_pretrained(folder / "exported")
 
+    other = (f"megatron_lm.train.common.save={folder}/other", f"megatron_wrap.logger.output_dir={folder}/other_out")
+    step, save, load, export = (Way() for _ in range(4))
+    run(other, Way(), use)  # imports
     step, configuration, save, load, export, plain, adapter = (Way() for _ in range(7))
-    MegatronWrap(folder / "run.yaml")  # imports
     with configuration.traced():
         MegatronWrap(folder / "run.yaml")
-    other = (f"megatron_lm.train.common.save={folder}/other", f"megatron_wrap.logger.output_dir={folder}/other_out")
-    run((*other,), Way(), lambda wrap: None)
     run((), plain, use)
-    run((*other, *ADAPTER, "megatron_wrap.checkpoint.keep=null"), adapter, lambda wrap: None)
+    run((f"megatron_lm.train.common.save={folder}/adapter", other[1], *ADAPTER), adapter, lambda wrap: None)
     for function in plain.functions:
         adapter.functions.pop(function, None)
     adapter.changes = max(0, adapter.changes - plain.changes)
