@@ -5,7 +5,8 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.nearest_names import did_you_mean
 
 T = TypeVar("T")
 

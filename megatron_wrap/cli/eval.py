@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.cli.arguments import count, selected
 from megatron_wrap.cli.model_processes import add_model_arguments, run_on_processes
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.nearest_names import did_you_mean
 from megatron_wrap.utils.atomic_write import write_atomically
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from megatron_wrap.config.defaults import (
     layer_choices,
     with_choices,
 )
-from megatron_wrap.config.reading.nest import ComposedConfig
+from megatron_wrap.config.reading.composition import ComposedConfig
 from megatron_wrap.config.reading.tree import Origin, Section
 from megatron_wrap.config.reading.yaml_nodes import inline_yaml
 from megatron_wrap.config.schema import derived
@@ -30,8 +30,9 @@ from megatron_wrap.config.schema.familiar_names import familiar_advice
 from megatron_wrap.config.schema.keys import describe_key, describe_type, documentation
 from megatron_wrap.config.schema.run import SECTION_AT, SECTION_PATHS, UPSTREAM, RunConfig
 from megatron_wrap.config.schema.upstream import upstream_enums, upstream_fields
-from megatron_wrap.errors import ConfigError, LayoutError, Mistakes, closest, did_you_mean
+from megatron_wrap.errors import ConfigError, LayoutError, Mistakes
 from megatron_wrap.launch.interface import nodes_of
+from megatron_wrap.nearest_names import closest, did_you_mean
 from megatron_wrap.plan.context_exchange import exchange_choice
 from megatron_wrap.plan.pipeline_split import split_choice
 from megatron_wrap.platform.base.machine import this_machine

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_wrap import __version__
-from megatron_wrap.errors import MegatronWrapError, did_you_mean
+from megatron_wrap.errors import MegatronWrapError
 from megatron_wrap.hidden_secrets import hide_secrets
+from megatron_wrap.nearest_names import did_you_mean
 
 COMMANDS: dict[str, str] = {
     "train": "validate a configuration, then train it",

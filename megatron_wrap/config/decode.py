@@ -10,7 +10,7 @@ from typing import Any, Literal, get_type_hints
 
 from megatron_wrap.config.checks.contradictions import applies
 from megatron_wrap.config.hugging_face import add_hugging_face
-from megatron_wrap.config.reading.nest import ComposedConfig, read_nest
+from megatron_wrap.config.reading.composition import ComposedConfig, read_nest
 from megatron_wrap.config.reading.tree import KeyRules, Origin, SetBy
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, read_yaml, shown_path
 from megatron_wrap.config.schema.data import decode_evaluation_sets, decode_sources

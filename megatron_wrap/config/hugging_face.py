@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.config.config_json import Quantization, check_types, read_json, read_quantization
-from megatron_wrap.config.reading.nest import ComposedConfig
+from megatron_wrap.config.reading.composition import ComposedConfig
 from megatron_wrap.config.reading.tree import Origin, SetBy
 from megatron_wrap.config.reading.yaml_nodes import Node, describe, shown_path
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import ConfigError, UnsupportedModel, did_you_mean, missing_path_hint
+from megatron_wrap.errors import ConfigError, UnsupportedModel
+from megatron_wrap.nearest_names import did_you_mean, missing_path_hint
 from megatron_wrap.registry import Registry
 
 HF_PATH = f"{SECTION_PATHS['model_provider']}.hf_path"

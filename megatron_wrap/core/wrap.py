@@ -408,7 +408,7 @@ class MegatronWrap:
             ConfigError: the evaluation has no metric `best_metric`. TrainingError, DataError: as `train` and `batches`.
             TrainingError: no step of the run trained a token.
         """
-        from megatron_wrap.core import evaluation
+        from megatron_wrap.core import evaluate_and_early_stop as evaluation
         from megatron_wrap.engine.bad_steps import refuse_untrained_run
 
         state, checkpoints = self._ready().state, self._ready().checkpoints
@@ -475,7 +475,7 @@ class MegatronWrap:
             `eval/NAME/loss`, `eval/NAME/METRIC` and, if the flow reports it, `eval/NAME/perplexity` for each set.
             They are also logged, and so are completions of `megatron_lm.train.common.sample_prompts`.
         """
-        from megatron_wrap.core.evaluation import evaluate_sets
+        from megatron_wrap.core.evaluate_and_early_stop import evaluate_sets
 
         with doing(EVALUATION):
             run = self._ready()

@@ -18,9 +18,8 @@ from megatron_wrap.engine.batches.micro_batch import MicroBatch, ReplicaMicroBat
 from megatron_wrap.engine.batches.micro_batching import check_parts, has_step_samples
 from megatron_wrap.engine.memory import memory_advice
 from megatron_wrap.engine.passes.loss import ReducedMetrics
-from megatron_wrap.engine.passes.parameters import parameter_square_sum
 from megatron_wrap.engine.passes.pipeline_schedule import deferred_reduction
-from megatron_wrap.engine.router_losses import expert_load, record_expert_load, reset_router_losses, router_losses
+from megatron_wrap.engine.router_losses import record_expert_load, reset_router_losses, router_losses
 from megatron_wrap.engine.state.state import OpenStep, RandomStates, StepReport, StepWeights, TrainingState, Update
 from megatron_wrap.engine.step_inputs import (
     localized,
@@ -30,13 +29,12 @@ from megatron_wrap.engine.step_inputs import (
     step_statistics,
     with_statistics,
 )
-from megatron_wrap.errors import DataError, FlowError, TrainingError
+from megatron_wrap.engine.step_metrics import step_metrics
+from megatron_wrap.errors import DataError, TrainingError
 from megatron_wrap.metrics.metric import MetricSums
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.metrics.phases import DATA, GRADIENTS, OPTIMIZER, doing, phase
 from megatron_wrap.model.chunks import restored_on_error, router_biases
-from megatron_wrap.parallel.collectives import reduce_in_place
-from megatron_wrap.plan.flops import tflops_per_device
 from megatron_wrap.platform.megatron_core.first_gradients import zero_stale
 from megatron_wrap.utils.garbage import collect_delayed, delayed_collection
 
@@ -278,7 +276,7 @@ def _finish_step(state: TrainingState, step: OpenStep, gradients: Callable[[], N
             if settings.spike_threshold is not None:
                 record_loss(progress.recent_losses, reduced.loss, settings.spike_window)
             state.lr_scheduler.step(increment=expected_size)  # it counts steps, whatever the number of samples
-        metrics = _metrics(state, reduced, step, update, learning_rate)
+        metrics = step_metrics(state, reduced, step, update, learning_rate)
         flow_metrics = tuple(reduced.flow_metrics)
         return StepReport(
             progress.iteration, metrics, not update.applied, flow_metrics, stop_requested, counts.is_trained
@@ -314,58 +312,6 @@ def _reduce_and_update(state: TrainingState, step: OpenStep) -> tuple[ReducedMet
     is_spike = detects_spikes and spike(settings, state.progress.recent_losses, reduced.loss) is not None
     with phase(OPTIMIZER):
         return reduced, state.optimizer.update(reduced.loss if is_checked else None, reduced.copied, is_spike=is_spike)
-
-
-def _metrics(
-    state: TrainingState,
-    reduced: ReducedMetrics,
-    step: OpenStep,
-    update: Update,
-    learning_rate: float,
-) -> dict[str, float]:
-    """The step's metrics by name, in the order of `metrics.declared`; the elapsed time ends here."""
-    progress, logger, devices = state.progress, state.config.logger, state.parallel.world.size
-    counts = step.weights.counts
-    first: dict[str, float] = {"iteration": progress.iteration, "loss": reduced.loss}
-    metrics: dict[str, float] = {
-        "grad_norm": update.grad_norm,
-        "learning_rate": learning_rate,
-        "loss_scale": state.optimizer.loss_scale,
-    }
-    if logger.add_num_zeros_in_grad_to_metrics:
-        metrics["num_zeros_in_grad"] = update.num_zeros
-    metrics |= reduced.sums
-    if logger.add_params_norm_to_metrics:
-        total = parameter_square_sum(state.chunks, state.parallel, state.platform.device)  # after the update
-        reduce_in_place(total, "sum", state.parallel.world.group)
-        metrics["params_norm"] = math.sqrt(total.item())
-    if logger.add_expert_load_to_metrics and state.config.arch.num_experts is not None:
-        metrics |= expert_load(state.chunks, state.config.arch, state.parallel.world)
-    elapsed_seconds = time.perf_counter() - step.started
-    metrics |= {
-        "global_batch_size": len(step.samples),
-        "consumed_samples": progress.consumed_samples,
-        "consumed_tokens": progress.consumed_tokens,
-        "skipped_iterations": progress.skipped_iterations,
-        "bad_steps": progress.bad_steps,
-        "skipped_samples": progress.skipped_samples,
-        "elapsed_time": elapsed_seconds,
-        "tokens_per_second": counts.tokens / elapsed_seconds,
-        "tokens_per_second_per_device": counts.tokens / elapsed_seconds / devices,
-    }
-    if "num_tokens" not in reduced.flow_metrics:  # a flow may report one
-        metrics["num_tokens"] = progress.consumed_tokens
-    if logger.add_throughput_to_metrics:
-        flops = state.step_flops.of(counts.tokens, counts.squared_lengths)
-        metrics["tflops"] = metrics["throughput"] = tflops_per_device(flops, elapsed_seconds, devices)
-    if logger.add_memory_to_metrics:
-        metrics |= state.platform.memory_gib()
-    clash = sorted(reduced.flow_metrics.keys() & (first.keys() | metrics.keys()))
-    if clash:
-        raise FlowError(
-            f"{type(state.flow).__name__} reports the metrics {clash}, which the engine reports itself; rename them"
-        )
-    return {**first, **reduced.flow_metrics, **metrics}
 
 
 # ---- refusals

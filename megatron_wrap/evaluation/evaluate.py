@@ -22,10 +22,11 @@ from megatron_wrap.engine.step_inputs import (
     refuse_without_routing,
     split,
 )
-from megatron_wrap.errors import ConfigError, DataError, FlowError, did_you_mean
+from megatron_wrap.errors import ConfigError, DataError, FlowError
 from megatron_wrap.flow import MegatronWrapTrainingFlowBase
 from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.metrics.metric import MetricSums
+from megatron_wrap.nearest_names import did_you_mean
 from megatron_wrap.ops.deferred_logits import whole_logits
 from megatron_wrap.parallel import zigzag
 from megatron_wrap.parallel.collectives import gather_tensors

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError
 from megatron_wrap.hidden_secrets import hide_secrets
+from megatron_wrap.nearest_names import did_you_mean
 from megatron_wrap.utils.dist_logger import logger
 from megatron_wrap.utils.file_lock import locked
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.errors import DataError, missing_path_hint
+from megatron_wrap.errors import DataError
+from megatron_wrap.nearest_names import missing_path_hint
 
 METRICS, SAMPLES, RUN_JSON = "metrics.jsonl", "samples.jsonl", "run.json"
 _EVALUATION = "eval/"

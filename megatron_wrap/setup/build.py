@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 
 from megatron_wrap.bridge.adapters.run_adapter import run_adapter
@@ -44,6 +42,7 @@ from megatron_wrap.setup.adapter import adapt_chunks
 from megatron_wrap.setup.flow import build_flow, sample_preparation
 from megatron_wrap.setup.model_chunks import build_chunks, predicted_ids, start_user_buffers, trainable_chunks
 from megatron_wrap.setup.optimizer import build_lr_scheduler, build_optimizer
+from megatron_wrap.setup.seeds import generators_of_graphs, seed_everything
 from megatron_wrap.utils.dist_logger import logger
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def build_training_state(
         training: False: build only the model, without gradient buffers and optimizer.
         reference: the configuration of the reference or teacher model, for the flow's vocabulary.
     """
-    seed_everything(config.train.seed, platform, parallel, _generators_of_graphs(config, platform))
+    seed_everything(config.train.seed, platform, parallel, generators_of_graphs(config, platform))
     vocab_size = model_vocab_size(config.arch, tokenizer, config.model_provider.hf_path)
     flow = build_flow(config, tokenizer, vocab_size, parallel, reference)
     prepare_sample = sample_preparation(flow, config) if training else flow.prepare_sample
@@ -183,33 +182,6 @@ def _first_samples(
 def _group_size(model_config: TransformerConfig, parallel: ParallelState) -> int:
     """Number of which a replica's number of micro-batches must be a multiple."""
     return model_config.microbatch_group_size_per_vp_stage if parallel.virtual_size else 1
-
-
-def seed_everything(seed: int, platform: Platform, parallel: ParallelState, generators: str | None = None) -> None:
-    """Seed Python, numpy, torch and Megatron-Core's tensor-parallel generators, each pipeline stage differently, as in
-    Megatron-LM (megatron/training/initialize.py).
-
-    Args:
-        generators: the argument of Megatron-Core's `model_parallel_cuda_manual_seed` that selects another kind of them.
-    """
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    stage_seed = seed + 100 * parallel.pp.rank
-    random.seed(stage_seed)
-    numpy.random.seed(stage_seed)
-    platform.seed(stage_seed)
-    if generators is None:
-        model_parallel_cuda_manual_seed(stage_seed)
-    else:
-        model_parallel_cuda_manual_seed(stage_seed, **{generators: True}, force_reset_rng=True)
-
-
-def _generators_of_graphs(config: RunConfig, platform: Platform) -> str | None:
-    """Argument `generators` for a model whose layers are captured as CUDA graphs, which draw random numbers from them.
-    Transformer Engine's attention accepts only its own kind."""
-    if not derived.captures_graphs(config.arch):
-        return None
-    return "te_rng_tracker" if use_transformer_engine(config, platform) else "use_cudagraphable_rng"
 
 
 def build_step_profiler(state: TrainingState, output_dir: Path) -> StepProfiler | None:

@@ -26,7 +26,7 @@ from megatron_wrap.flow.contract.routing import ROUTED_EXPERTS
 from megatron_wrap.metrics.number_format import counted
 from megatron_wrap.testing.diagnosis import PACKING_CAUSE, Deviation, likely_cause
 from megatron_wrap.testing.layouts import LayoutCase, check_overrides, default_layouts, expert_reason, parse_layout
-from megatron_wrap.testing.parity_report import (
+from megatron_wrap.testing.parity_comparison import (
     DETERMINISM_TOLERANCE,
     EXPERTS_TOLERANCE,
     GRADIENT_TOLERANCE,

@@ -216,7 +216,7 @@ _PRELOADED = (
     "torch._dynamo",  # Megatron-Core's optimizer imports it
     "megatron_wrap.core.wrap",
     "megatron_wrap.core.after_step",
-    "megatron_wrap.core.evaluation",
+    "megatron_wrap.core.evaluate_and_early_stop",
     "megatron_wrap.core.export",
     "megatron_wrap.parallel.launch",
     "megatron_wrap.parallel.watch.heartbeat",

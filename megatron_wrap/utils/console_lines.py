@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from megatron_wrap.errors import did_you_mean
 from megatron_wrap.metrics.declared import (
     CONSOLE_DISPENSABLE,
     ENGINE_METRICS,
@@ -14,6 +13,7 @@ from megatron_wrap.metrics.declared import (
     console_text,
 )
 from megatron_wrap.metrics.number_format import short
+from megatron_wrap.nearest_names import did_you_mean
 
 MAX_LENGTH = 140
 """Largest number of characters of a line, without the 23 of time and level."""

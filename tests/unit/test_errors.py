@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_wrap.errors import ConfigError, Mistakes, closest, did_you_mean, missing_path_hint
+from megatron_wrap.errors import ConfigError, Mistakes
+from megatron_wrap.nearest_names import closest, did_you_mean, missing_path_hint
 
 KEYS = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "clip_grad", "lr", "learning-rate"]
 FURTHER = ["mtp_num_layers", "pin_cpu_grads", "attention_backend"]

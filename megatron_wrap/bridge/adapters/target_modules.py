@@ -15,7 +15,8 @@ from megatron_wrap.bridge.mapping.tensors import Mapping as WeightMapping
 from megatron_wrap.bridge.mapping.tensors import Run, replicated
 from megatron_wrap.config.schema.model import AdapterConfig
 from megatron_wrap.config.schema.run import SECTION_PATHS
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.nearest_names import did_you_mean
 
 Number = TypeVar("Number", int, float)
 

@@ -16,8 +16,9 @@ from megatron_wrap.bridge.mapping.family import ADAPTER, Family
 from megatron_wrap.bridge.mapping.tensors import tensor_shapes
 from megatron_wrap.config.checks.contradictions import refuse
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.errors import UnsupportedModel, did_you_mean
+from megatron_wrap.errors import UnsupportedModel
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.nearest_names import did_you_mean
 from megatron_wrap.plan.model_parts import ModelShape, model_shape, parameter_names
 
 _KEY = ["train.freeze"]

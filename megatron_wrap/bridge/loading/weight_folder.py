@@ -34,7 +34,8 @@ from megatron_wrap.bridge.mapping.tensors import Region
 from megatron_wrap.config.config_json import MAX_BYTES as JSON_BYTES
 from megatron_wrap.config.config_json import Quantization, read_json
 from megatron_wrap.config.schema.model import ArchConfig
-from megatron_wrap.errors import CheckpointError, did_you_mean
+from megatron_wrap.errors import CheckpointError
+from megatron_wrap.nearest_names import did_you_mean
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from megatron_wrap.config.checks.data import check_data
 from megatron_wrap.config.checks.numerics import check_numerics
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.run import SECTION_PATHS, RunConfig
-from megatron_wrap.errors import did_you_mean
+from megatron_wrap.nearest_names import did_you_mean
 
 
 def check_training(config: RunConfig) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_wrap.config.reading.yaml_nodes import Node, read_yaml, shown_path
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError
+from megatron_wrap.nearest_names import did_you_mean
 
 SELECT, OVERRIDE, INHERIT = "__select__", "__override__", "__inherit__"
 """Keys that confignest itself defines."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from megatron_wrap.errors import ConfigError, did_you_mean, special_file
+from megatron_wrap.errors import ConfigError, special_file
+from megatron_wrap.nearest_names import did_you_mean
 
 COMMAND_LINE = "command line"
 

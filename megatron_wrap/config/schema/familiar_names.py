@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_wrap.config.reading.yaml_nodes import read_yaml
-from megatron_wrap.errors import did_you_mean
+from megatron_wrap.nearest_names import did_you_mean
 
 
 class Counterpart(NamedTuple):

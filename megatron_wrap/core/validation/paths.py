@@ -10,7 +10,8 @@ from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.schema import derived
 from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.config.schema.run import RunConfig
-from megatron_wrap.errors import CheckpointError, DataError, Mistakes, missing_path_hint
+from megatron_wrap.errors import CheckpointError, DataError, Mistakes
+from megatron_wrap.nearest_names import missing_path_hint
 
 
 def check_run(config: RunConfig) -> None:

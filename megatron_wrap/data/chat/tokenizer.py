@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_wrap.config.schema.data import DataConfig
-from megatron_wrap.errors import ConfigError, DataError, missing_path_hint, special_file
+from megatron_wrap.errors import ConfigError, DataError, special_file
+from megatron_wrap.nearest_names import missing_path_hint
 
 MAX_BYTES = 1 << 29
 """Largest size of a tokenizer's file in bytes; large ones have 40 MB."""

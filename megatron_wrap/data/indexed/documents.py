@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 from megatron_wrap.data.sources import json_files, tables
 from megatron_wrap.data.sources.json_files import parse_line, too_long
 from megatron_wrap.data.sources.rows import BadSample
-from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint
+from megatron_wrap.errors import DataError
+from megatron_wrap.nearest_names import did_you_mean, missing_path_hint
 
 Texts = list[str]
 """The sequences of a document: one, or the sentences of a row whose value is a list."""

@@ -19,7 +19,8 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from megatron_wrap.errors import DataError, missing_path_hint
+from megatron_wrap.errors import DataError
+from megatron_wrap.nearest_names import missing_path_hint
 from megatron_wrap.utils.atomic_write import atomic_file, named_write_errors
 
 MAGIC = b"MMIDIDX\x00\x00"

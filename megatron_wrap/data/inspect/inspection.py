@@ -21,7 +21,8 @@ from megatron_wrap.data.inspect.mistakes import MISTAKES, Checks, Kind, Tokens
 from megatron_wrap.data.order.bin_packing import fewest_bins
 from megatron_wrap.data.order.sample_sets import NumberedSamples, epoch_counts, open_source
 from megatron_wrap.data.sources.formats import sample_weight
-from megatron_wrap.errors import ConfigError, DataError, did_you_mean
+from megatron_wrap.errors import ConfigError, DataError
+from megatron_wrap.nearest_names import did_you_mean
 from megatron_wrap.platform import choose_platform
 
 _OF_STREAM = 10_000

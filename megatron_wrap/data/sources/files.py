@@ -10,7 +10,8 @@ from typing import Any
 from megatron_wrap.config.schema.data import FILE_ENDINGS, SourceConfig
 from megatron_wrap.data.sources import json_files, tables
 from megatron_wrap.data.sources.rows import ChosenRows, JoinedRows, JoinedStreams, ListedRows, Rows, RowStream
-from megatron_wrap.errors import DataError, did_you_mean
+from megatron_wrap.errors import DataError
+from megatron_wrap.nearest_names import did_you_mean
 from megatron_wrap.registry import Registry
 
 

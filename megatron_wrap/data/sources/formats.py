@@ -21,7 +21,8 @@ from typing import Any
 
 from megatron_wrap.config.schema.data import SourceConfig
 from megatron_wrap.data.sources.rows import Rows, Sample, converted
-from megatron_wrap.errors import DataError, did_you_mean
+from megatron_wrap.errors import DataError
+from megatron_wrap.nearest_names import did_you_mean
 
 _COLUMNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages",),),

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_wrap.data.sources.rows import BadSample, ListedRows, Rows, RowStream, StreamOfRows, converted
-from megatron_wrap.errors import DataError, missing_path_hint, special_file
+from megatron_wrap.errors import DataError, special_file
+from megatron_wrap.nearest_names import missing_path_hint
 from megatron_wrap.utils.atomic_write import atomic_file
 from megatron_wrap.utils.file_lock import locked
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_wrap.data.sources.rows import Rows
-from megatron_wrap.errors import DataError, did_you_mean, missing_path_hint, special_file
+from megatron_wrap.errors import DataError, special_file
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.nearest_names import did_you_mean, missing_path_hint
 
 if TYPE_CHECKING:
     import pyarrow.parquet

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_wrap.errors import did_you_mean
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.nearest_names import did_you_mean
 
 _LARGEST_EXPONENT = 80.0  # exp(80) is finite in fp32
 

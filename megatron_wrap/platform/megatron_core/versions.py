@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_wrap.errors import CheckpointError, ConfigError, PlatformError, did_you_mean
+from megatron_wrap.errors import CheckpointError, ConfigError, PlatformError
+from megatron_wrap.nearest_names import did_you_mean
 
 SUPPORTED = (">=0.16.1,<0.17", ">=0.19,<0.20")
 

@@ -19,7 +19,7 @@ from megatron_wrap.cli.main import main
 from megatron_wrap.config.checks.run import _check_ranges
 from megatron_wrap.config.decode import decode, load_tree, read_view
 from megatron_wrap.config.json_schema import installed_upstream_keys, type_schema
-from megatron_wrap.config.reading import nest
+from megatron_wrap.config.reading import composition
 from megatron_wrap.config.reading.tree import OVERRIDE, SELECT, TreeFile, open_tree, shipped_root, shipped_schema
 from megatron_wrap.config.reading.yaml_nodes import read_yaml
 from megatron_wrap.config.schema.keys import Mismatch, check_value
@@ -38,7 +38,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str
     """The reader's refusal of a run's YAML with these values, "" if it accepts them: keys, types and ranges."""
     monkeypatch.setattr(TreeFile, "read", functools.cache(TreeFile.read))
     root = open_tree(tmp_path / "run.yaml")
-    monkeypatch.setattr(nest, "open_tree", lambda view: root)
+    monkeypatch.setattr(composition, "open_tree", lambda view: root)
 
     def refusal(content: Any) -> str:
         path = tmp_path / "run.yaml"

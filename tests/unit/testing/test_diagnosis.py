@@ -8,7 +8,7 @@ import pytest
 from megatron_wrap.testing.diagnosis import Deviation, likely_cause
 from megatron_wrap.testing.layouts import parse_layout
 from megatron_wrap.testing.observer import Observer, Seen
-from megatron_wrap.testing.parity_report import OBJECTIVE_TOLERANCE, metric_differences, relative, rounding_floor
+from megatron_wrap.testing.parity_comparison import OBJECTIVE_TOLERANCE, metric_differences, relative, rounding_floor
 from megatron_wrap.testing.parity_run import CaseResult
 
 GRADIENTS = {"a": numpy.array([1.0, 2.0]), "b": numpy.array([3.0])}

@@ -11,10 +11,11 @@ from typing import Any
 from megatron_wrap.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_wrap.core.records import RunRecords
 from megatron_wrap.engine.state.state import TrainingState
-from megatron_wrap.errors import ConfigError, did_you_mean
+from megatron_wrap.errors import ConfigError
 from megatron_wrap.evaluation.evaluate import evaluate
 from megatron_wrap.generation.generate import sample_texts
 from megatron_wrap.metrics.number_format import counted
+from megatron_wrap.nearest_names import did_you_mean
 from megatron_wrap.parallel.collectives import all_reduce_values, broadcast_object
 from megatron_wrap.utils.dist_logger import logger
 

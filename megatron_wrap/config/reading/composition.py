@@ -24,7 +24,8 @@ from megatron_wrap.config.reading.tree import (
     open_tree,
 )
 from megatron_wrap.config.reading.yaml_nodes import COMMAND_LINE, Node, describe, read_value, read_yaml
-from megatron_wrap.errors import ConfigError, Mistakes, did_you_mean
+from megatron_wrap.errors import ConfigError, Mistakes
+from megatron_wrap.nearest_names import did_you_mean
 
 
 def read_nest(path: str | Path, overrides: Sequence[str] = (), rules: KeyRules | None = None) -> "ComposedConfig":
