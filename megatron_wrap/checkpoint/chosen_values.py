@@ -12,7 +12,7 @@ from megatron_wrap.checkpoint.saved_tensors import layout_record
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import (
     FUSED_CLIPPING,
-    HIDDEN_COMMUNICATION,
+    OVERLAPPED_COMMUNICATION,
     LAYERS,
     OPTIMIZER_KEYS,
     OVERLAP_KEYS,
@@ -69,7 +69,10 @@ def _saved_choices(config: RunConfig, layout: Mapping[str, Any]) -> tuple[dict[s
     if saved is None:
         return {}, None, None
     has_layout = saved.manifest.get("layout") == layout
-    names = (*OPTIMIZER_KEYS, *((*OVERLAP_KEYS, HIDDEN_COMMUNICATION, FUSED_CLIPPING, LAYERS) if has_layout else ()))
+    names = (
+        *OPTIMIZER_KEYS,
+        *((*OVERLAP_KEYS, OVERLAPPED_COMMUNICATION, FUSED_CLIPPING, LAYERS) if has_layout else ()),
+    )
     values = {name: value for name in names if isinstance(value := saved.value(name), bool | str)}
     if not has_layout:
         return values, None, None

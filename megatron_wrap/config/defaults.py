@@ -21,7 +21,7 @@ from megatron_wrap.platform.base.machine import Machine
 OPTIMIZER_KEYS = ("optimizer.use_distributed_optimizer",)
 OVERLAP_KEYS = ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather")
 FUSED_CLIPPING = "optimizer.fused_clipping"
-HIDDEN_COMMUNICATION = "parallel.tp_comm_overlap"
+OVERLAPPED_COMMUNICATION = "parallel.tp_comm_overlap"
 LAYERS = "arch.transformer_impl"
 GRAPHS = "arch.cuda_graph_impl"
 _HIDING_ELEMENTS = 2**24
@@ -116,7 +116,7 @@ def layer_choices(config: RunConfig, machine: Machine, saved: Mapping[str, Any] 
     saved, chosen = saved or {}, []
     with_torch = dataclasses.replace(config, arch=dataclasses.replace(config.arch, transformer_impl="torch"))
     if config.arch.transformer_impl == "auto" and saved.get(LAYERS, "torch") == "torch":
-        overlapped = _first(HIDDEN_COMMUNICATION, _overlapped_communication(with_torch, machine)).value
+        overlapped = _first(OVERLAPPED_COMMUNICATION, _overlapped_communication(with_torch, machine)).value
         captured = derived.captures_graphs(config.arch) or _graphs(with_torch, machine) is not None
         faster = captured or overlapped or _exchanges_tokens(config)
         if faster and machine.transformer_engine is not None and machine.triton and _has_measured_layers(config):
@@ -128,7 +128,7 @@ def layer_choices(config: RunConfig, machine: Machine, saved: Mapping[str, Any] 
         chosen.append(graphs)
         config = with_choices(config, (graphs,))
     if tensor > 1 and config.parallel.tp_comm_overlap is None:
-        chosen.append(_first(HIDDEN_COMMUNICATION, _overlapped_communication(config, machine), saved))
+        chosen.append(_first(OVERLAPPED_COMMUNICATION, _overlapped_communication(config, machine), saved))
     return tuple(chosen)
 
 
@@ -337,7 +337,10 @@ def _overlapped_communication(config: RunConfig, machine: Machine) -> tuple[_Row
     graphs_reason = "with CUDA graphs the layers do not wait for Python, even in small parts of matmuls"
     return (
         _Row(
-            not derived.sequence_parallel(parallel), False, "it hides the communication of sequence parallelism", True
+            not derived.sequence_parallel(parallel),
+            False,
+            "it overlaps the communication of sequence parallelism",
+            True,
         ),
         _Row(unsupported, False, "latent attention and adapters do not support it", True),
         _Row(machine.platform == "cpu", False, "on the CPU gloo and the matmuls share the cores"),

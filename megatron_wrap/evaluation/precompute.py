@@ -16,7 +16,7 @@ from megatron_wrap.errors import DataError
 from megatron_wrap.evaluation.evaluate import forward
 from megatron_wrap.flow.contract.base import STEP_PREFIX
 from megatron_wrap.parallel.agreement import on_rank_0
-from megatron_wrap.setup.flow import facts_of
+from megatron_wrap.setup.flow import run_metadata
 
 
 def precompute(
@@ -39,8 +39,8 @@ def precompute(
         CheckpointError: on every rank, if the folder contains outputs already or cannot be written.
     """
     writer: list[PrecomputedWriter] = []  # on rank 0 only
-    facts = facts_of(state.flow, state.config)
-    on_rank_0(lambda: writer.append(PrecomputedWriter(folder, facts)))
+    metadata = run_metadata(state.flow, state.config)
+    on_rank_0(lambda: writer.append(PrecomputedWriter(folder, metadata)))
     count, distinct = 0, _distinct(state.prepare_sample, samples, skip_bad)
     while batch := list(itertools.islice(distinct, state.config.train.global_batch_size)):
         count += _store(state, batch, writer, role)

@@ -137,11 +137,13 @@ def verify_hugging_face(state: TrainingState, tokenizer: Any = None, length: int
     if state.parallel.world.rank == 0:
         try:
             with without_packages(GPU_KERNELS):
-                theirs, their_logits = _transformers(folder, dtype, sequences)
-            pairs = [(name, ours[name], theirs[name]) for name in sorted(ours, key=_index_in_model) if name in theirs]
+                expected, expected_logits = _transformers(folder, dtype, sequences)
+            pairs = [
+                (name, ours[name], expected[name]) for name in sorted(ours, key=_index_in_model) if name in expected
+            ]
             pairs += [
                 (f"logits of sequence {number}", *both)
-                for number, both in enumerate(zip(logits, their_logits, strict=True))
+                for number, both in enumerate(zip(logits, expected_logits, strict=True))
             ]
             verdict = Verdict(
                 folder=str(folder.folder),
@@ -283,20 +285,20 @@ def _compare_weights(stream: WeightStream, folder: WeightFolder, rank: int) -> t
         for start, block in stream.blocks(tensor, to_rank=0):
             if rank == 0 and block is not None:
                 region = ((start, start + block.shape[0]), *((0, size) for size in tensor.shape[1:]))
-                stored = folder.read(tensor.name, region).to(block.dtype)
-                if not torch.equal(stored, block):
-                    largest = (stored.float() - block.float()).abs().max().item()
+                folder_values = folder.read(tensor.name, region).to(block.dtype)
+                if not torch.equal(folder_values, block):
+                    largest = (folder_values.float() - block.float()).abs().max().item()
                     differing.append(TensorDifference(tensor.name, largest, largest, agrees=False))
     unique = {difference.name: difference for difference in reversed(differing)}
     return tuple(reversed(unique.values()))
 
 
-def _difference(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> TensorDifference:
-    ours = ours[: theirs.shape[0]].float()  # sequences are padded to the layout's divisor
-    if ours.shape != theirs.shape:
+def _difference(name: str, ours: Tensor, expected: Tensor, tolerance: float) -> TensorDifference:
+    ours = ours[: expected.shape[0]].float()  # sequences are padded to the layout's divisor
+    if ours.shape != expected.shape:
         return TensorDifference(
-            f"{name} (shape {tuple(ours.shape)}, not {tuple(theirs.shape)})", 0.0, 0.0, agrees=False
+            f"{name} (shape {tuple(ours.shape)}, not {tuple(expected.shape)})", 0.0, 0.0, agrees=False
         )
-    largest = (ours - theirs).abs().max().item()
-    relative = largest / max(1.0, theirs.abs().max().item())
+    largest = (ours - expected).abs().max().item()
+    relative = largest / max(1.0, expected.abs().max().item())
     return TensorDifference(name, largest, relative, agrees=relative <= tolerance)  # False for nan

@@ -103,7 +103,7 @@ _VOCAB_SIZE = "vocab_size"
 
 def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> Callable[[Any], Any]:
     """The function with which the run prepares a sample: the flow's `prepare_sample`. With `precomputed` it receives
-    each sample with the stored outputs of the reference model as `reference_NAME`.
+    each sample with the computed outputs of the reference model as `reference_NAME`.
 
     Raises:
         DataError: there are no outputs. ConfigError: they were computed for another flow, tokenizer or sequence length.
@@ -111,23 +111,23 @@ def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) ->
     settings = config.models.reference_or_teacher
     if settings is None or settings.precomputed is None:
         return flow.prepare_sample
-    stored = PrecomputedOutputs(settings.precomputed)
-    expected = facts_of(flow, config)
+    computed = PrecomputedOutputs(settings.precomputed)
+    expected = run_metadata(flow, config)
     for name, value in expected.items():
-        if stored.metadata.get(name) != value:
+        if computed.metadata.get(name) != value:
             raise ConfigError(
-                f"{config.models.path}: the outputs in {stored.folder} were computed with another {name}: "
-                f"{stored.metadata.get(name)} there and {value} here; run megatron-wrap precompute with this "
+                f"{config.models.path}: the outputs in {computed.folder} were computed with another {name}: "
+                f"{computed.metadata.get(name)} there and {value} here; run megatron-wrap precompute with this "
                 f"configuration, or set {name} back"
             )
     models = config.models
 
     def prepare_with_outputs(sample: Any) -> Any:
-        outputs = stored.get(sample_hash(sample))
+        outputs = computed.get(sample_hash(sample))
         if outputs is None:
             flow.prepare_sample(sample)  # a mistake of the sample comes first
             raise DataError(
-                f"{stored.folder} has no output of the {models.role} model for the sample {_shown(sample)}; run "
+                f"{computed.folder} has no output of the {models.role} model for the sample {_shown(sample)}; run "
                 "megatron-wrap precompute with the data of this run"
             )
         both = sorted(outputs.keys() & sample.keys())
@@ -141,8 +141,8 @@ def sample_preparation(flow: MegatronWrapTrainingFlowBase, config: RunConfig) ->
     return prepare_with_outputs
 
 
-def facts_of(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> dict[str, Any]:
-    """Everything besides the sample and the model that stored outputs depend on."""
+def run_metadata(flow: MegatronWrapTrainingFlowBase, config: RunConfig) -> dict[str, Any]:
+    """Everything besides the sample and the model that computed outputs depend on."""
     return {
         "flow_key": config.flow.flow_key,
         "seq_length": config.train.seq_length,
@@ -155,10 +155,10 @@ def stored_vocab_size(folder: str) -> int | None:
     """Number of token ids that the models had in common when the outputs in a folder were computed; None: not recorded,
     or the folder has no complete outputs, which `sample_preparation` refuses."""
     try:
-        facts = json.loads((Path(folder).expanduser() / MANIFEST).read_text("utf-8"))
+        manifest = json.loads((Path(folder).expanduser() / MANIFEST).read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    size = facts.get(_VOCAB_SIZE) if isinstance(facts, dict) else None
+    size = manifest.get(_VOCAB_SIZE) if isinstance(manifest, dict) else None
     return size if isinstance(size, int) and size > 0 else None
 
 

@@ -26,7 +26,7 @@ _SHOWN = 4
 class _Named:
     """One parameter of the whole model."""
 
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
     """Hugging Face tensors of the parameter; () if there is no family that expresses the model."""
     numel: int
     """Elements of the unsharded parameter, without padding of the vocabulary."""
@@ -54,7 +54,7 @@ def freeze_parameters(
     named: dict[str, _Named] = {}
     for of_rank in gather_objects({name: about for name, about, _ in of_this_rank}):
         named |= of_rank
-    frozen = frozen_names(config, {name: about.theirs for name, about in named.items()})
+    frozen = frozen_names(config, {name: about.hf_names for name, about in named.items()})
     for name, _, parameter in of_this_rank:
         if name in frozen:
             parameter.tensor.requires_grad_(False)

@@ -117,7 +117,7 @@ def _check_overlapped_communication(config: RunConfig) -> None:
     parallel = config.parallel
     split = parallel.tensor_model_parallel_size > 1 and not derived.sequence_parallel(parallel)
     if parallel.tp_comm_overlap and split:
-        rule = "true hides the communication of sequence parallelism; write sequence_parallel: null, or false here"
+        rule = "true overlaps the communication of sequence parallelism; write sequence_parallel: null, or false here"
         refuse(config, ["parallel.tp_comm_overlap", "parallel.sequence_parallel"], rule)
 
 

@@ -41,7 +41,7 @@ class BatchLoader:
         of_sample: from `preparation`.
         micro_batching, localization: of the run.
         stream: the order of samples; each worker reads a copy of its own.
-        stored: samples prepared before, by position of the stream; None: there are none.
+        cached: samples prepared before, by position of the stream; None: there are none.
         host_waits: the event of the run's `MetricReduction` during which the next batch is received.
     """
 
@@ -53,13 +53,13 @@ class BatchLoader:
         micro_batching: MicroBatching,
         localization: Localization,
         stream: SampleStream,
-        stored: PreparedSamples | None,
+        cached: PreparedSamples | None,
         host_waits: threading.Event,
     ) -> None:
         self._config, self._rule = config, batch_rule(config, micro_batching)
         self._flow, self._preparation = flow, of_sample
         self._micro_batching, self._localization = micro_batching, localization
-        self._stream, self._stored, self._host_waits = stream, stored, host_waits
+        self._stream, self._cached, self._host_waits = stream, cached, host_waits
         self._loading: Generator[PreparedBatch] | None = None
         self._next: Cursor | None = None
         self._left_out: Collection[int] = frozenset()
@@ -138,7 +138,7 @@ class BatchLoader:
 
     def _batches(self, cursor: Cursor, worker: int, workers: int) -> Iterator[BatchParts]:
         """Every `workers`-th batch, beginning with batch `worker` after `cursor`."""
-        reader = sample_reader(self._config, self._stream, self._preparation, self._rule.budget, self._stored)
+        reader = sample_reader(self._config, self._stream, self._preparation, self._rule.budget, self._cached)
         plan = BatchPlan(reader, self._rule, cursor, self._left_out)
         for number in itertools.count():
             planned = plan.next()
@@ -189,7 +189,7 @@ def sample_reader(
     stream: SampleStream,
     of_sample: Preparation,
     budget: TokenBudget | None,
-    stored: PreparedSamples | None,
+    cached: PreparedSamples | None,
 ) -> SampleReader:
     """The reader of a stream's samples for a run; arguments as of `BatchLoader` and `BatchRule`."""
     return SampleReader(
@@ -203,7 +203,7 @@ def sample_reader(
             if source.max_length is not None
         },
         check_lengths=None if budget is None else lambda lengths: budget.pack([lengths]),
-        cached=stored,
+        cached=cached,
     )
 
 

@@ -140,9 +140,9 @@ def exhaustive_blending_indices(
 def _blend(
     dataset_index: np.ndarray, dataset_sample_index: np.ndarray, shares: np.ndarray, limits: np.ndarray, size: int
 ) -> None:
-    taken = np.zeros(len(shares))
+    counts = np.zeros(len(shares))
     for window in range(size):
-        missing = np.where(taken < limits, shares * max(window, 1) - taken, -np.inf)
+        missing = np.where(counts < limits, shares * max(window, 1) - counts, -np.inf)
         source = int(np.argmax(missing))
-        dataset_index[window], dataset_sample_index[window] = source, taken[source]
-        taken[source] += 1
+        dataset_index[window], dataset_sample_index[window] = source, counts[source]
+        counts[source] += 1

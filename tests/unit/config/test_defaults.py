@@ -11,7 +11,7 @@ from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.defaults import (
     FUSED_CLIPPING,
     GRAPHS,
-    HIDDEN_COMMUNICATION,
+    OVERLAPPED_COMMUNICATION,
     LAYERS,
     all_choices,
     choices,
@@ -194,7 +194,7 @@ MEASURED = (
 def test_communication_of_tensor_parallelism_is_hidden_from_the_measured_size_on(
     overrides: tuple[str, ...], machine: Machine, expected: bool | None
 ) -> None:
-    assert values(load(*overrides), machine, 1).get(HIDDEN_COMMUNICATION) == expected
+    assert values(load(*overrides), machine, 1).get(OVERLAPPED_COMMUNICATION) == expected
 
 
 @pytest.mark.parametrize(
@@ -276,10 +276,12 @@ def test_a_resumed_run_keeps_its_layers() -> None:
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_resumed_run_hides_communication_as_its_checkpoint(saved: bool) -> None:
     for further in ((), ("megatron_lm.train.common.micro_batch_size=2",)):
-        chosen = values(load(*MEASURED, *further), GPU, 1, saved={HIDDEN_COMMUNICATION: saved})
-        assert chosen[HIDDEN_COMMUNICATION] == saved
-    alone = values(load(*MEASURED, f"{PARALLEL}.sequence_parallel=false"), GPU, 1, saved={HIDDEN_COMMUNICATION: saved})
-    assert alone[HIDDEN_COMMUNICATION] is False
+        chosen = values(load(*MEASURED, *further), GPU, 1, saved={OVERLAPPED_COMMUNICATION: saved})
+        assert chosen[OVERLAPPED_COMMUNICATION] == saved
+    alone = values(
+        load(*MEASURED, f"{PARALLEL}.sequence_parallel=false"), GPU, 1, saved={OVERLAPPED_COMMUNICATION: saved}
+    )
+    assert alone[OVERLAPPED_COMMUNICATION] is False
 
 
 def test_explain_leaves_out_what_the_yaml_gives() -> None:
