@@ -12,10 +12,10 @@ from megatron_wrap.checkpoint.saved_tensors import layout_record
 from megatron_wrap.config import RunConfig
 from megatron_wrap.config.defaults import (
     FUSED_CLIPPING,
-    OVERLAPPED_COMMUNICATION,
     LAYERS,
     OPTIMIZER_KEYS,
     OVERLAP_KEYS,
+    OVERLAPPED_COMMUNICATION,
     choices,
     with_choices,
 )

@@ -11,8 +11,8 @@ from megatron_wrap.config.checks.run import check_values
 from megatron_wrap.config.defaults import (
     FUSED_CLIPPING,
     GRAPHS,
-    OVERLAPPED_COMMUNICATION,
     LAYERS,
+    OVERLAPPED_COMMUNICATION,
     all_choices,
     choices,
     cuda_connections,
