@@ -26,7 +26,7 @@ _COLLECT_SECONDS, _POLL_SECONDS = 1.5, 0.05
 _MAX_STACKS = 200_000
 """Largest number of bytes of a process's stacks."""
 _WAITING = (
-    *("/torch/distributed/", "/torch/cuda/__init__.py", "/megatron/core/pipeline_parallel/"),
+    *("/torch/distributed/", "/torch/cuda/__init__.py", "/torch/cuda/streams.py", "/megatron/core/pipeline_parallel/"),
     *("/megatron/core/distributed/", "/parallel/collectives.py", "/platform/base/read_on_host.py"),
 )
 """Parts of the paths of files in whose functions a process waits for others."""
