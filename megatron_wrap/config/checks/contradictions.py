@@ -311,5 +311,5 @@ def _text(value: Any) -> str:
         value = tuple(value)
     if isinstance(value, tuple):
         names = [item.name if isinstance(item, SourceConfig) else str(item) for item in value]
-        return f"[{', '.join(names)}]" if names else "null"
+        return f"[{', '.join(names)}]"
     return inline_yaml(value)
