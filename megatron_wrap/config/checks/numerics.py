@@ -1,5 +1,5 @@
 """Contradictions within optimizer, precision, FP8 and recomputation; those of FP8 with the GPU:
-`platform/gpu/fp8_requirements.py`.
+`platform/gpu/platform.py`.
 """
 
 from collections.abc import Iterator

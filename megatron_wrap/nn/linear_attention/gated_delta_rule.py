@@ -275,7 +275,7 @@ def _small_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 class PackedRow(Protocol):
-    """Attributes of `nn.packed_sequences.PackedSequences` that linear attention reads; the sequences cover a row with b
+    """Attributes of `nn.attention.packed_sequences.PackedSequences` that linear attention reads; the sequences cover a row with b
     = 1."""
 
     lengths: tuple[int, ...]

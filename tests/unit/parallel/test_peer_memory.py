@@ -240,7 +240,7 @@ def layers(rank: Rank) -> None:
 
 
 def rings(rank: Rank) -> None:
-    """The order of `nn.ring_attention` in layers; then longer sequences."""
+    """The order of `nn.attention.ring` in layers; then longer sequences."""
     size = rank.gpus.size
     for length in (3, 2, 9):
         kept = []
