@@ -275,8 +275,8 @@ def _small_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 class PackedRow(Protocol):
-    """Attributes of `nn.attention.packed_sequences.PackedSequences` that linear attention reads; the sequences cover a row with b
-    = 1."""
+    """Attributes of `nn.attention.packed_sequences.PackedSequences` that linear attention reads; the sequences cover a
+    row with b = 1."""
 
     lengths: tuple[int, ...]
     """Length of each sequence in tokens, on the host; global, not of a context-parallel rank."""
