@@ -48,6 +48,9 @@ def forked_interpreters() -> Iterator[None]:
     than `-u`, and for pip, whose setuptools replaces imported modules.
     """
     real: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    if real.__module__ == __name__:  # a test inside of another context
+        yield
+        return
     parameters = inspect.signature(real)
 
     def execute(*arguments: Any) -> None:
