@@ -1,4 +1,4 @@
-"""Which kernels train, on machines whose flash-linear-attention, Triton and GPU are substituted; the short causal
+"""Kernels that train, on machines whose flash-linear-attention, Triton and GPU are substituted; the short causal
 convolution and the gated norm against those of transformers' Qwen3-Next."""
 
 import importlib.util
