@@ -132,7 +132,7 @@ class ProcessWatch:
         while True:
             with contextlib.suppress(queue.Empty):
                 end = self._ends.get(timeout=_TICK_SECONDS if len(known) == len(self._ranks) else _START_TICK_SECONDS)
-                if end is not None and self._has_failed(*end) and self._stopped is None:
+                if end is not None and self._has_failed(*end):
                     self._failed_first(*end)
                 if end is None or self._has_failed(*end):
                     return
@@ -165,7 +165,13 @@ class ProcessWatch:
 
     def _failed_first(self, rank: int, exit_code: int | None) -> None:
         """Record the first failed process and collect the stacks of the others. If it has left with exit code 0,
-        torchrun's agent would let the others wait for it, so one of them is killed, after which the agent ends all."""
+        torchrun's agent would let the others wait for it, so one of them is killed, after which the agent ends all.
+        After a signal of this watch, only its receiver counts, if that had ended before."""
+        if self._stopped is not None:
+            if rank != self._stopped[0] or exit_code == -signal.SIGKILL:
+                return
+            if exit_code is not None:
+                self._stopped = None
         self.first_end = rank, time.time()
         others = [other for other in self._ranks if other != rank]
         self._records.collect(others)

@@ -157,6 +157,25 @@ def test_a_stopped_process_is_named_and_killed_and_the_others_show_their_stacks(
     assert "main thread waits here" in json.loads((tmp_path / "failure.json").read_text())["stacks"]["0"]
 
 
+def test_a_silent_process_that_had_ended_before_the_signal_has_its_own_exit_code(tmp_path: Path) -> None:
+    code = PROCESS.replace("exec(", 'from megatron_wrap.metrics.phases import doing\nwith doing("save"): exec(')
+    code = f"import os{code.replace('sys.exit(0)', 'os._exit(0)')}"
+    programs = [[sys.executable, "-c", code, str(tmp_path), str(rank)] for rank in range(2)]
+    with subprocess.Popen(programs[0]) as other, subprocess.Popen(programs[1]) as leaving:
+        records = ProcessRecords(tmp_path)
+        watch = ProcessWatch(records, range(2), tmp_path / "failure.json", None)
+        while not all((records.state(rank) or {}).get("inside") for rank in range(2)):
+            time.sleep(0.01)
+        watch._stopped = 1, "does not run: no sign of life for 60 s"
+        leaving.terminate()  # it ends with exit code 0, for which torchrun's agent ends no other
+        try:
+            assert other.wait(30) == -signal.SIGKILL
+        finally:
+            other.kill()
+    assert watch.failed({0: -signal.SIGKILL, 1: 0}, 1, "").startswith("rank 1 (process ")
+    assert json.loads((tmp_path / "failure.json").read_text())["cause"].startswith("ended with exit code 0")
+
+
 def test_nccls_watchdog_writes_into_the_launchers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
