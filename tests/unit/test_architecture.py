@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -209,6 +211,14 @@ def test_a_docstring_stands_by_itself(tmp_path):
     assert fragments(ROOT / PACKAGE) == []
     (tmp_path / "a.py").write_text('"""A module."""\nx = 1\n"""That it counts."""\n')
     assert fragments(tmp_path) == ["a.py:3 That it counts."]
+
+
+def test_a_name_of_a_module_is_assigned_once():
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        body = ast.parse(path.read_text("utf-8")).body
+        targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+        counts = Counter(node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
+        assert {name for name, count in counts.items() if count > 1} == set(), path
 
 
 def test_paths_of_the_page_exist():

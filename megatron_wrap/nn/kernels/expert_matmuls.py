@@ -21,7 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_wrap.nn.kernels.available import EXPERT_TILE_COLUMNS, EXPERT_TILE_ROWS, can_load_tiles
 
-_IN = 64
+_MATMUL_IN = 64
+"""Inputs of a load of a matmul."""
 
 
 @triton.jit
@@ -80,18 +81,18 @@ def expert_matmuls(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     results = rows.new_empty(rows.shape[0], outputs)
     transposed = not matrices.is_contiguous()
     contiguous = matrices.transpose(1, 2) if transposed else matrices
-    block = [1, EXPERT_TILE_COLUMNS, _IN] if transposed else [1, _IN, EXPERT_TILE_COLUMNS]
+    block = [1, EXPERT_TILE_COLUMNS, _MATMUL_IN] if transposed else [1, _MATMUL_IN, EXPERT_TILE_COLUMNS]
     tiles = (triton.cdiv(rows.shape[0], EXPERT_TILE_ROWS) + experts) * triton.cdiv(outputs, EXPERT_TILE_COLUMNS)
     programs = min(tiles, torch.cuda.get_device_properties(rows.device).multi_processor_count)
     _expert_products_kernel[(programs,)](
-        create_ragged_descriptor(rows, [EXPERT_TILE_ROWS, _IN]),
+        create_ragged_descriptor(rows, [EXPERT_TILE_ROWS, _MATMUL_IN]),
         TensorDescriptor(contiguous, list(contiguous.shape), list(contiguous.stride()), block),
         ends,
         create_ragged_descriptor(results, [EXPERT_TILE_ROWS, EXPERT_TILE_COLUMNS // 2]),
         *(experts, inputs, outputs),
         block_experts=triton.next_power_of_2(experts),
         block_rows=EXPERT_TILE_ROWS,
-        block_in=_IN,
+        block_in=_MATMUL_IN,
         block_out=EXPERT_TILE_COLUMNS,
         transposed=transposed,
         num_warps=8,
@@ -101,6 +102,7 @@ def expert_matmuls(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 _OUT, _IN, _ROWS, _GROUP = 128, 256, 64, 8
+"""Tile of a weight gradient, rows of a load, and rows of tiles that are computed side by side."""
 
 
 @triton.jit
