@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron_wrap.nn.kernels.available import EXPERT_TILE_COLUMNS, EXPERT_TILE_ROWS, can_load_tiles
 
 _MATMUL_IN = 64
-"""Inputs of a load of a matmul."""
+"""Columns of the rows that a matmul loads at a time."""
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def expert_matmuls(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 _OUT, _IN, _ROWS, _GROUP = 128, 256, 64, 8
-"""Tile of a weight gradient, rows of a load, and rows of tiles that are computed side by side."""
+"""Outputs and inputs of a tile of a weight gradient; rows loaded at a time; rows of tiles computed side by side."""
 
 
 @triton.jit
